@@ -213,7 +213,8 @@ def customize(config: T, changes: dict[str, Any]) -> T:
     for name, value in sorted(changes.items(), key=lambda change: "." in change[0]):
         places = _dotted(data, name) if "." in name else _places(data, name)
         if not places:
-            raise UsageError(f"no setting {name!r} to change; {nearest(name, _names(data))}")
+            known = {key for _, part in walk(data) for key in part} - {"kind"}
+            raise UsageError(f"no setting {name!r} to change; {nearest(name, known)}")
         for place, key in places:
             place[key] = to_dict(value)
             if key == "layers":
@@ -243,32 +244,26 @@ def _dotted(data: Any, name: str) -> list[tuple[dict[str, Any], str]]:
 
 def _places(data: dict[str, Any], key: str) -> list[tuple[dict[str, Any], str]]:
     """Where a plain name is changed: all places in use, if one word can mean them all."""
-    places = [] if key == "kind" else [part for _, part in parts(data, key)]
+    places = [] if key == "kind" else [part for _, part in having(data, key)]
     used = [part for part in places if part[key] is not None] or places
     if key not in EVERYWHERE and len({part.get("kind") for part in used}) > 1:
-        alike = [n for n in _names(data) if n == key or n.endswith(f"_{key}")]
-        near = {f"{path}{n}" for n in alike for path, _ in parts(data, n)}
+        near = {path + n for path, part in walk(data) for n in part if f"_{n}".endswith(f"_{key}")}
         raise UsageError(f"{key!r} is several settings; say which: {', '.join(sorted(near))}")
     return [(part, key) for part in used]
 
 
-def parts(data: dict[str, Any], key: str, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+def having(data: dict[str, Any], key: str) -> list[tuple[str, dict[str, Any]]]:
     """The parts that have a setting, each by its dotted path; what is inside such a setting is not looked at."""
-    if key in data:
-        yield path, data
-    for name, item in _inner(data):
-        if name != key:
-            yield from parts(item, key, f"{path}{name}.")
+    return [(path, x) for path, x in walk(data) if key in x and key not in path.split(".")]
 
 
-def _names(data: dict[str, Any]) -> set[str]:
-    return (set(data) - {"kind"}).union(*(_names(item) for _, item in _inner(data)))
-
-
-def _inner(data: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """The parts right inside this one, by the names of the settings that hold them."""
-    items = ((name, item) for name, value in data.items() for item in _listed(value))
-    return [(name, item) for name, item in items if isinstance(item, dict)]
+def walk(data: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every part of plain settings, each by its dotted path."""
+    yield path, data
+    for name, value in data.items():
+        for item in _listed(value):
+            if isinstance(item, dict):
+                yield from walk(item, f"{path}{name}.")
 
 
 def _fit_layers(tower: dict[str, Any]) -> None:

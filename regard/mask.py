@@ -159,15 +159,6 @@ class _Both(Mask):
         return self.left.binding(q, k) + self.right.binding(q, k)
 
 
-def _binding(mask: Mask, q: Span, k: Span) -> list[Mask]:
-    """The rules that may hide something; all of them where positions are not plain runs."""
-    if k.start is None:
-        return [mask]
-    if q.start is None or not q.size or not k.size:
-        return [] if isinstance(mask, Full) else [mask]
-    return mask.binding(range(q.start, q.start + q.size), range(k.start, k.start + k.size))
-
-
 class Visible:
     """A mask bound to the positions of queries and keys: what `attend` takes. It is lowered to the cheapest form:
     `everything`, the `causal` flag, a bool tensor, or a rule on indices for block masks."""
@@ -176,7 +167,11 @@ class Visible:
         self.mask, self.q, self.k = mask, q, k
         self._tensor: Tensor | None = None
         self._blocks: dict[int, Any] = {}
-        rules = self.rules = _binding(mask, q, k)
+        # The rules that may hide something; all of them where positions are not plain runs.
+        rules = [] if isinstance(mask, Full) and k.start is not None else [mask]
+        if q.start is not None and k.start is not None and q.size and k.size:
+            rules = mask.binding(range(q.start, q.start + q.size), range(k.start, k.start + k.size))
+        self.rules = rules
         self.everything = not rules
         self.square = q.start is not None and q.start == k.start and q.size == k.size
         self.causal = self.square and rules == [Causal()]

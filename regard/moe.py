@@ -186,9 +186,6 @@ class MixtureOfExperts(nn.Module):
         return torch.sigmoid(x)
 
 
-# --- balance ------------------------------------------------------------------------------------------------------
-
-
 def balance_loss(model: nn.Module, counted: Tensor | None = None) -> Tensor:
     """E sum_e f_e P_e of the last forward in training, f_e the assignments to expert e per token and P_e its mean
     probability, over all layers (Switch Transformer, eq. 4-6; transformers' `load_balancing_loss_func`). It is least,

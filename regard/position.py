@@ -88,6 +88,9 @@ class Linear:
     factor: Positive  # times as long
     kind: str = "linear"
 
+    def _scaled(self, freq: Tensor, base: float) -> Tensor:
+        return freq / self.factor
+
 
 @settings
 class Llama3:
@@ -98,6 +101,11 @@ class Llama3:
     high: Positive = 4.0  # waves more than this are kept
     original_len: Count = 8192  # context of the training
     kind: str = "llama3"
+
+    def _scaled(self, freq: Tensor, base: float) -> Tensor:
+        wave = 2 * math.pi / freq
+        blend = ((self.original_len / wave - self.low) / (self.high - self.low)).clamp(0, 1)
+        return freq / self.factor * (1 - blend) + freq * blend
 
 
 @settings
@@ -122,6 +130,21 @@ class Yarn:
         if self.mscale and self.mscale_all:
             return _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all)
         return _mscale(self.factor, 1.0)
+
+    def _scaled(self, freq: Tensor, base: float) -> Tensor:
+        r = 2 * len(freq)
+
+        def dim_of(turns: float) -> float:
+            return r * math.log(self.original_len / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+        low, high = dim_of(self.fast), dim_of(self.slow)
+        if self.truncated:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, r - 1)
+        if low == high:
+            high += 0.001
+        ramp = ((torch.arange(r // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        return freq / self.factor * ramp + freq * (1 - ramp)
 
 
 @settings
@@ -198,13 +221,8 @@ class Rope:
         """w_i (r/2)."""
         r = self.width(dim)
         freq = 1.0 / (self.base ** (torch.arange(0, r, 2, dtype=dtype) / r))
-        match self.scaling:
-            case Linear(factor=factor):
-                return freq / factor
-            case Llama3():
-                return _llama3(freq, self.scaling)
-            case Yarn():
-                return _yarn(freq, self.scaling, r, self.base)
+        if isinstance(self.scaling, Linear | Llama3 | Yarn):
+            return self.scaling._scaled(freq, self.base)
         return freq
 
     def angles(self, pos: Tensor, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -266,26 +284,6 @@ def _pairs(x: Tensor, r: int, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     if layout == "half":
         return x[..., : r // 2], x[..., r // 2 : r], x[..., r:]
     return x[..., 0:r:2], x[..., 1:r:2], x[..., r:]
-
-
-def _llama3(freq: Tensor, s: Llama3) -> Tensor:
-    wave = 2 * math.pi / freq
-    blend = ((s.original_len / wave - s.low) / (s.high - s.low)).clamp(0, 1)
-    return freq / s.factor * (1 - blend) + freq * blend
-
-
-def _yarn(freq: Tensor, s: Yarn, r: int, base: float) -> Tensor:
-    def dim_of(turns: float) -> float:
-        return r * math.log(s.original_len / (turns * 2 * math.pi)) / (2 * math.log(base))
-
-    low, high = dim_of(s.fast), dim_of(s.slow)
-    if s.truncated:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, r - 1)
-    if low == high:
-        high += 0.001
-    ramp = ((torch.arange(r // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    return freq / s.factor * ramp + freq * (1 - ramp)
 
 
 # --- biases added to the scores -----------------------------------------------------------------------------------

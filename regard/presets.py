@@ -22,12 +22,8 @@ from regard.models import Tokens
 from regard.models.start import initialize, start_of
 from regard.position import Learned, Sinusoidal
 
-Config = (
-    models.TransformerConfig
-    | models.EncoderDecoderConfig
-    | models.RecurrentConfig
-    | models.Seq2SeqConfig
-)
+Recurrent = models.RecurrentConfig | models.Seq2SeqConfig
+Config = models.TransformerConfig | models.EncoderDecoderConfig | Recurrent
 
 
 def _preset(family: Family, keys: dict[str, Any]) -> Any:
@@ -55,9 +51,8 @@ def _captioner() -> models.EncoderDecoderConfig:
     """Text that attends to image patches (features D7), from the parts of ViT and GPT-2."""
     shape = dict(dim=384, layers=6, heads=6)
     image, text = (customize(PRESETS[name][1](), shape) for name in ("vit-small", "gpt2"))
-    assert isinstance(image, models.TransformerConfig) and isinstance(
-        text, models.TransformerConfig
-    )
+    assert isinstance(image, models.TransformerConfig)
+    assert isinstance(text, models.TransformerConfig)
     decoder = replace(text.tower, cross=GQA(6, bias=True, out_bias=True))
     parts = (image.embedding, image.tower, Tokens(50257, Learned(1024)), decoder)
     return models.EncoderDecoderConfig(*parts, LM(), shared=False, max_len=1024)
@@ -77,9 +72,6 @@ PRESETS |= {
     "bahdanau": ("", lambda: models.Seq2SeqConfig(30000, 30000, 512, 1, "gru", "additive", bidirectional=True)),
     "luong": ("", lambda: models.Seq2SeqConfig(30000, 30000, 512, 2, "lstm", "bilinear")),
 }  # fmt: skip
-
-
-# --- build --------------------------------------------------------------------------------------------------------
 
 
 def build(

@@ -141,9 +141,6 @@ def inverse(lower: Tensor) -> Tensor:
     return x - x @ (lower - lower.detach()) @ x if lower.requires_grad else x
 
 
-# --- the mechanism ------------------------------------------------------------------------------------------------
-
-
 class GatedDeltaRule(Mechanism):
     """x (b t m) -> (b t m), through a state of fixed size."""
 

@@ -55,11 +55,8 @@ class GQA:
     def width(self, dim: int) -> int:
         """d, the width of a query or key head in a model of width `dim`."""
         if self.head_dim is None and dim % self.heads:
-            given, choices = (
-                f"attention.heads={self.heads} does not divide dim={dim}",
-                divisors(dim),
-            )
-            raise UsageError(f"{given}; choose one of {choices} or set attention.head_dim")
+            given = f"attention.heads={self.heads} does not divide dim={dim}"
+            raise UsageError(f"{given}; choose one of {divisors(dim)} or set attention.head_dim")
         return self.head_dim or dim // self.heads
 
     def make(

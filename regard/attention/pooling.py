@@ -165,9 +165,6 @@ def one_loop(x: Tensor, v: Tensor, block: int = 1) -> tuple[Tensor, list[Step]]:
     return o, trace
 
 
-# --- one token at a time ------------------------------------------------------------------------------------------
-
-
 def per_token(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor) -> Tensor:
     """Causal self-attention, one equation a token; equals softmax(Q K^T / sqrt(d) + M) V.   x (t m), w (m d) -> (t e).
 

@@ -75,9 +75,6 @@ class DSA:
         return SparseAttention(self, dim, add)
 
 
-# --- the indexer --------------------------------------------------------------------------------------------------
-
-
 class WideLinear(nn.Linear):
     """A linear layer that stays float32 when a model is loaded in half precision."""
 
@@ -217,9 +214,6 @@ def choose(scores: Tensor, k: int) -> Tensor:
     room = k - above.sum(-1, keepdim=True)
     chosen = above | (tied & (tied.cumsum(-1) <= room))
     return chosen.nonzero()[:, -1].view(*scores.shape[:-1], k)
-
-
-# --- attention over the choice ------------------------------------------------------------------------------------
 
 
 class SparseAttention(Mechanism):

@@ -2,21 +2,11 @@
 
 from regard.cache.base import Cache, CacheSpec, taken_back
 from regard.cache.paged import OutOfPages, Paged, Pool
-from regard.cache.rows import Contiguous, Ring
-from regard.cache.sinks import FIRST, Sinks
+from regard.cache.rows import FIRST, Contiguous, Ring, Sinks
 
 LAYOUTS: dict[str, type[Cache]] = {"contiguous": Contiguous, "ring": Ring, "paged": Paged}
 
 __all__ = [
-    "FIRST",
-    "LAYOUTS",
-    "Cache",
-    "CacheSpec",
-    "Contiguous",
-    "OutOfPages",
-    "Paged",
-    "Pool",
-    "Ring",
-    "Sinks",
+    "FIRST", "LAYOUTS", "Cache", "CacheSpec", "Contiguous", "OutOfPages", "Paged", "Pool", "Ring", "Sinks",
     "taken_back",
-]
+]  # fmt: skip

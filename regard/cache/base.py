@@ -58,10 +58,6 @@ class Layer:
         return self.cache.window
 
     @property
-    def frozen(self) -> bool:
-        return self.cache.frozen
-
-    @property
     def state(self) -> State:
         return self.cache.states[self.index]
 
@@ -78,13 +74,9 @@ class Cache:
     endless = False
 
     def __init__(
-        self,
-        specs: Sequence[CacheSpec],
-        batch: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ):
+        self, specs: Sequence[CacheSpec], batch: int, *, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None
+    ):  # fmt: skip
         self.specs, self.device, self.dtype = list(specs), torch.device(device or "cpu"), dtype
         self.lengths = torch.zeros(batch, dtype=torch.long, device=self.device)
         self.even: int | None = 0  # the common length while all rows agree: then no index is needed
@@ -99,8 +91,7 @@ class Cache:
         self.pasts: dict[int, Past] = {}
         self._fed = self.lengths
         self._was: Tensor | None = None
-        self._new = Span.run(0, 0, self.device)
-        self._all = self._new
+        self._new = self._all = Span.run(0, 0, self.device)
         self._where: tuple[Tensor, Tensor, Tensor] | None = None
 
     def _zeros(self, *shape: int) -> Tensor:
@@ -209,9 +200,7 @@ class Cache:
         if share > 1 and len(rows) % share == 0:
             groups = rows.view(-1, share) // share
             if bool((groups == groups[:, :1]).all()):
-                same = len(groups) == self.cross.batch and bool(
-                    (groups[:, 0] == torch.arange(len(groups), device=rows.device)).all()
-                )
+                same = groups[:, 0].tolist() == list(range(self.cross.batch))
                 return self.cross if same else self.cross.fork(groups[:, 0])
         return self.cross.fork(rows // share)
 
@@ -286,7 +275,10 @@ class Cache:
         raise NotImplementedError
 
     def _positions(self) -> Span:
-        raise NotImplementedError
+        """Of every slot: tokens lie in order, unless a layout says otherwise."""
+        if self.even is not None:
+            return Span.run(0, self.even, self.device)
+        return Span.ragged(self.lengths, int(self.lengths.max()))
 
     def _write(self, layer: int, entries: dict[str, Tensor]) -> None:
         raise NotImplementedError

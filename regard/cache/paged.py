@@ -32,13 +32,9 @@ class Pool:
     """The pages of all rows, and who holds them."""
 
     def __init__(
-        self,
-        specs: Sequence[CacheSpec],
-        pages: int,
-        page: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ):
+        self, specs: Sequence[CacheSpec], pages: int, page: int, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None
+    ):  # fmt: skip
         self.page = page
         self.stores = [
             {
@@ -105,13 +101,6 @@ class Pool:
             else:
                 self.unused.append(page)
 
-    def share(self, page: int, more: int) -> None:
-        """`more` rows more hold a page; -1: one fewer."""
-        if more < 0:
-            self.drop(page)
-        else:
-            self.users[page] += more
-
     def publish(self, page: int, key: Hashable) -> None:
         """Let later rows find a full page; the first to publish a key keeps it."""
         if key not in self.published and page not in self.keys:
@@ -145,15 +134,9 @@ class Paged(Cache):
     one of them writes (copy on write). A page is filled with zeros when it is taken."""
 
     def __init__(
-        self,
-        specs: Sequence[CacheSpec],
-        batch: int,
-        *,
-        pages: int = 64,
-        page: int = 16,
-        pool: Pool | None = None,
-        **where: object,
-    ):
+        self, specs: Sequence[CacheSpec], batch: int, *, pages: int = 64, page: int = 16, pool: Pool | None = None,
+        **where: object
+    ):  # fmt: skip
         super().__init__(specs, batch, **where)  # type: ignore[arg-type]
         check_sizes(pages=pages, page=page)
         self.pool = pool or Pool(self.specs, pages, page, self.device, self.dtype)
@@ -180,7 +163,11 @@ class Paged(Cache):
             keys = keys[: max(ends, default=0)]
             if keys:
                 pool.states.move_to_end(keys[-1])
-                self._begin_with(row, pool.states[keys[-1]])
+                for state, new in zip(self.states, pool.states[keys[-1]], strict=True):
+                    for name, x in new.items():
+                        # In the type of the states that were kept, which may be wider.
+                        state[name] = state[name].to(x.dtype)
+                        state[name][row] = x[0]
         for key in keys:
             page = pool.published[key]
             pool.hold(page)
@@ -195,13 +182,6 @@ class Paged(Cache):
     def known(self, keys: Sequence[Hashable]) -> int:
         """How many of the first pages are published."""
         return next((i for i, k in enumerate(keys) if k not in self.pool.published), len(keys))
-
-    def _begin_with(self, row: int, states: list[State]) -> None:
-        at = torch.tensor([row], device=self.device)
-        self.states = [
-            {name: s.to(new[name].dtype).index_copy(0, at, new[name]) for name, s in old.items()}
-            for old, new in zip(self.states, states, strict=True)
-        ]
 
     def state_after(self, row: int, size: int) -> list[State] | None:
         """A row's states after its first `size` tokens, if the last call gives them."""
@@ -277,9 +257,7 @@ class Paged(Cache):
 
     def _positions(self) -> Span:
         self._lay()
-        if self.even is not None:
-            return Span.run(0, self.even, self.device)
-        return Span.ragged(self.lengths, int(self.lengths.max()))
+        return super()._positions()
 
     def _write(self, layer: int, entries: dict[str, Tensor]) -> None:
         row, column, at = self._places()
@@ -309,9 +287,11 @@ class Paged(Cache):
         new = super().fork(rows)
         uses = Counter(rows.tolist())
         for row, table in enumerate(self.tables):
-            if uses[row] != 1:
-                for page in reversed(table[common // self.page :]):
-                    self.pool.share(page, uses[row] - 1)
+            for page in reversed(table[common // self.page :]) if uses[row] != 1 else ():
+                if uses[row]:
+                    self.users[page] += uses[row] - 1
+                else:
+                    self.pool.drop(page)
             table.clear()
         return new
 

@@ -1,22 +1,23 @@
-"""Layouts that give each row its own stretch of memory: Contiguous and Ring."""
+"""Layouts that give each row its own stretch of memory: Contiguous; Ring and Sinks, which forget."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from regard.cache.base import Cache, CacheSpec, check_sizes
+from regard.cache.base import Cache, CacheSpec, _common, check_sizes
 from regard.errors import UsageError
 from regard.mask import Span
+from regard.position import Rope
+
+FIRST = 4  # tokens that stay in Sinks: attention leans on them, whatever they say
 
 
 class Contiguous(Cache):
-    """Row r's token at position p lies at [r, p]: (b, capacity, ...). Grows by doubling up to any length.
-
-    Where rows trade places (beams), the tokens stay where they are and `place` (b capacity) tells the row that holds
-    them, until somebody reads the memory who does not know of it."""
+    """Row r's token at position p lies at [r, p]: (b, capacity, ...). Grows by doubling up to any length."""
 
     def __init__(
         self, specs: Sequence[CacheSpec], batch: int, *, capacity: int = 64, **where: object
@@ -28,7 +29,6 @@ class Contiguous(Cache):
             for spec in self.specs
         ]
         self.capacity = capacity
-        self.place: Tensor | None = None
 
     def _reserve(self, old: Tensor, added: Tensor, size: int) -> None:
         need = (self.even if self.even is not None else int(old.max())) + size
@@ -37,17 +37,9 @@ class Contiguous(Cache):
             for store in self.slots:
                 for name, x in store.items():
                     store[name] = _grown(x, self.capacity)
-            if self.place is not None:
-                more = self.capacity - self.place.shape[1]
-                self.place = torch.cat([self.place, _own(self.place).expand(-1, more)], 1)
 
     def _slot(self, pos: Tensor) -> Tensor:
         return pos
-
-    def _positions(self) -> Span:
-        if self.even is not None:
-            return Span.run(0, self.even, self.device)
-        return Span.ragged(self.lengths, int(self.lengths.max()))
 
     def _write(self, layer: int, entries: dict[str, Tensor]) -> None:
         pos = self._new
@@ -60,48 +52,32 @@ class Contiguous(Cache):
                 store[row, self._slot(at)] = x[row, column].to(store.dtype)
 
     def _read(self, layer: int) -> dict[str, Tensor]:
-        self._settle()
         return {name: x[:, : self._all.size] for name, x in self.slots[layer].items()}
 
-    def _settle(self) -> None:
-        """Bring every token to its own row."""
-        if self.place is None:
-            return
-        used = self._all.size
-        rows, column = self.place[:, :used].long(), torch.arange(used, device=self.device)
+    def take(self, rows: Tensor, common: int = 0) -> Cache:
+        """In the memory that is there, where the rows stay as many; what they have in common is not moved. In layouts
+        that forget, slots are no positions."""
+        if len(rows) != self.batch or type(self) is not Contiguous:
+            return super().take(rows)
+        new, used = self._shell(rows), slice(common, self._all.size)
         for store in self.slots:
             for x in store.values():
-                x[:, :used] = x[rows, column]
-        self.place = None
-
-    def take(self, rows: Tensor, common: int = 0) -> Cache:
-        """Nothing is moved where the rows stay as many: `place` tells where they come from."""
-        if len(rows) != self.batch:
-            return super().take(rows)
-        new, place = self._shell(rows), self.place
-        assert isinstance(new, Contiguous)
-        if place is None:
-            place = torch.arange(self.batch, dtype=torch.int32, device=self.device)[:, None]
-            place = place.expand(-1, self.capacity)
-        written = torch.arange(self.capacity, device=self.device) < new.lengths[:, None]
-        new.place = torch.where(written, place[rows], _own(place))
+                x[:, used] = x[:, used].index_select(0, rows.to(x.device))
         new._all = new._positions()
         return new
 
-    def _check_rewind(self, drop: Tensor) -> None:
-        self._settle()
-
     def _fork_from(self, old: Cache, rows: Tensor) -> None:
         assert isinstance(old, Contiguous)
-        old._settle()
-        self.place, used = None, old._all.size
-        self.slots = [{n: _rows_of(x, rows, used) for n, x in store.items()} for store in old.slots]
+        used = old._all.size
+        self.slots = []
+        for store in old.slots:
+            new = {name: x.new_zeros(len(rows), *x.shape[1:]) for name, x in store.items()}
+            for name, x in store.items():
+                new[name][:, :used] = x[:, :used].index_select(0, rows)
+            self.slots.append(new)
 
     def _join_from(self, a: Cache, b: Cache) -> None:
         assert isinstance(a, Contiguous) and isinstance(b, Contiguous)
-        for each in (a, b):
-            each._settle()
-        self.place = None
         self.capacity = max(a.capacity, b.capacity)
         self.slots = [
             {
@@ -112,7 +88,6 @@ class Contiguous(Cache):
         ]
 
     def _free(self) -> None:
-        self.place = None
         for store in self.slots:
             for x in store.values():
                 x.zero_()
@@ -124,13 +99,7 @@ class Ring(Contiguous):
     more than the last `window`, whatever the chunk."""
 
     def __init__(
-        self,
-        specs: Sequence[CacheSpec],
-        batch: int,
-        *,
-        window: int,
-        chunk: int = 64,
-        **where: object,
+        self, specs: Sequence[CacheSpec], batch: int, *, window: int, chunk: int = 64, **where: Any
     ):
         check_sizes(window=window, chunk=chunk)
         super().__init__(specs, batch, capacity=window + chunk - 1, **where)
@@ -162,9 +131,6 @@ class Ring(Contiguous):
         pos = last - (last - slot) % self.capacity
         return Span(torch.where(pos >= 0, pos, -1))
 
-    def take(self, rows: Tensor, common: int = 0) -> Cache:
-        return Cache.take(self, rows)  # slots are no positions here
-
     def _check_rewind(self, drop: Tensor) -> None:
         oldest = self.lengths - drop - self.window + 1  # the next token still sees it
         lost = (self.high > self.capacity) & (oldest < self.high - self.capacity)
@@ -189,9 +155,91 @@ class Ring(Contiguous):
         self.high = self.lengths
 
 
-def _own(place: Tensor) -> Tensor:
-    """(b 1): each row's own number."""
-    return torch.arange(len(place), dtype=place.dtype, device=place.device)[:, None]
+class Sinks(Contiguous):
+    """Texts without end (StreamingLLM, Xiao et al. 2023, arXiv:2309.17453): the first `FIRST` tokens of a row and its
+    last ones, `window` in all, at the positions 0 to window - 1 that they have among themselves. A longer row takes one
+    token a call.
+
+    Scores depend on distances. Those between the last tokens stay as they are when the window moves on; only the first
+    ones have to follow, and are turned anew for each token. There is room for two windows; when it is full, what is
+    still seen goes to its front, and is turned back by as much."""
+
+    endless = True
+
+    def __init__(self, specs: Sequence[CacheSpec], batch: int, *, window: int, **where: object):
+        check_sizes(window=window - FIRST)
+        super().__init__(specs, batch, capacity=2 * window, **where)
+        self.size = window
+        # The first tokens' turned entries as they were written.
+        self.first = [
+            {name: self.slots[i][name][:, :FIRST].clone() for name in spec.turned or ()}
+            for i, spec in enumerate(self.specs)
+        ]
+
+    @property
+    def _past(self) -> Tensor:
+        """How many tokens of each row are not seen (b)."""
+        return (self.lengths - self.size).clamp(min=0)
+
+    def begin(self, size: int, lengths: Tensor | None = None) -> Span:
+        added = torch.full_like(self.lengths, size) if lengths is None else lengths.to(self.lengths)
+        if bool(((self.lengths + added > self.size) & (added > 1)).any()):
+            raise UsageError(f"past {self.size} tokens this cache takes one at a time")
+        full = (self.lengths + added > self.capacity).nonzero()[:, 0]
+        if len(full):
+            self._move(full)
+        return super().begin(size, lengths)
+
+    def _move(self, rows: Tensor) -> None:
+        """The tokens that are still seen to the front of these rows, which are full."""
+        back = torch.full_like(rows, -self.size)
+        for spec, store in zip(self.specs, self.slots, strict=True):
+            for name, x in store.items():
+                last = x[rows, self.size + FIRST :]
+                rope = (spec.turned or {}).get(name)
+                x[rows, FIRST : self.size] = last if rope is None else _shift(rope, last, back)
+        self.lengths = self.lengths.index_fill(0, rows, self.size)
+        self.even = _common(self.lengths)
+
+    def _positions(self) -> Span:
+        last = int(self.lengths.max()) if self.batch else 0
+        if last <= self.size:
+            return super()._positions()
+        slot, past = torch.arange(last, device=self.device)[None], self._past[:, None]
+        seen = (slot < self.lengths[:, None]) & ((slot < FIRST) | (slot >= past + FIRST))
+        return Span(torch.where(seen, torch.where(slot < FIRST, slot + past, slot), -1))
+
+    def _write(self, layer: int, entries: dict[str, Tensor]) -> None:
+        super()._write(layer, entries)
+        past, first = self._past, self.first[layer]
+        for name, rope in (self.specs[layer].turned or {}).items():
+            x = self.slots[layer][name]
+            still = (past == 0).view(-1, *[1] * (x.dim() - 1))
+            first[name] = torch.where(still, x[:, :FIRST], first[name])
+            if self._all.start is None:
+                x[:, :FIRST] = _shift(rope, first[name], past)
+
+    def _check_rewind(self, drop: Tensor) -> None:
+        if bool((self.lengths > self.size).any()):
+            raise UsageError("a cache that has forgotten tokens cannot be rewound")
+
+    def _fork_from(self, old: Cache, rows: Tensor) -> None:
+        super()._fork_from(old, rows)
+        assert isinstance(old, Sinks)
+        self.first = [{n: x[rows] for n, x in first.items()} for first in old.first]
+
+    def _join_from(self, a: Cache, b: Cache) -> None:
+        super()._join_from(a, b)
+        assert isinstance(a, Sinks) and isinstance(b, Sinks)
+        self.first = [
+            {n: torch.cat([x, y[n]]) for n, x in first.items()}
+            for first, y in zip(a.first, b.first, strict=True)
+        ]
+
+
+def _shift(rope: Rope, x: Tensor, by: Tensor) -> Tensor:
+    """x (b n h d), or (b n d) of one head."""
+    return rope.shift(x, by) if x.dim() == 4 else rope.shift(x[:, :, None], by)[:, :, 0]
 
 
 def _grown(x: Tensor, capacity: int) -> Tensor:
@@ -199,10 +247,3 @@ def _grown(x: Tensor, capacity: int) -> Tensor:
     if x.shape[1] == capacity:
         return x
     return torch.cat([x, x.new_zeros(len(x), capacity - x.shape[1], *x.shape[2:])], 1)
-
-
-def _rows_of(x: Tensor, rows: Tensor, used: int) -> Tensor:
-    """Some rows of x (b c ...), copying no more than the `used` slots."""
-    new = x.new_zeros(len(rows), *x.shape[1:])
-    new[:, :used] = x[:, :used].index_select(0, rows)
-    return new

@@ -9,16 +9,15 @@ log probability / length ** penalty. A group is done when its finished texts can
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.decode.columns import Columns, adjusted, used_by
-from regard.decode.lane import Slot
-from regard.decode.rows import BROKEN
+from regard.decode.lane import BROKEN, Slot
+from regard.decode.sampling import Columns, adjusted, used_by
 from regard.decode.settings import Request, Result, Settings
 from regard.kernels.c.rows import choose as best_of
 from regard.kernels.triton.sample import largest
@@ -49,18 +48,10 @@ class Beams:
         score[:, 0] = 0.0
         ids = torch.zeros(groups, width, size, dtype=torch.long, device=device)
         logp = torch.zeros(groups, width, size, device=device)
-        return Beams(
-            score,
-            ids,
-            logp,
-            torch.full_like(score, WORST),
-            ids.clone(),
-            logp.clone(),
-            torch.zeros(groups, width, dtype=torch.long, device=device),
-            torch.zeros(groups, width, dtype=torch.bool, device=device),
-            torch.ones(groups, dtype=torch.bool, device=device),
-            torch.zeros(groups, dtype=torch.long, device=device),
-        )
+        done = torch.zeros_like(score, dtype=torch.bool)
+        finished = (torch.full_like(score, WORST), ids.clone(), logp.clone(), done.long(), done)
+        count = torch.zeros(groups, dtype=torch.long, device=device)
+        return Beams(score, ids, logp, *finished, count == 0, count)
 
     def tensors(self) -> list[Tensor]:
         return [getattr(self, f.name) for f in fields(self)]
@@ -246,8 +237,7 @@ class Search:
             rows = [g.row for g in groups for _ in range(self.shape.beams)]
             self.columns = Columns(len(rows), logits.shape[1], logits.device)
             self.columns.put(range(len(rows)), rows)
-        norm = best_of(logits, 1)[0]
-        return norm, logits.masked_fill(~norm.isfinite()[:, None], 0.0), None
+        return best_of(logits, 1)[0], logits, None
 
     def _advance(
         self, groups: list[Group], state: Beams, norm: Tensor, logits: Tensor, token: Tensor | None
@@ -283,18 +273,10 @@ class Search:
         self.state = self.state.each(lambda x: x[at.to(x.device)])
 
 
-# --- one step -----------------------------------------------------------------------------------------------------
-
-
 def select(
-    b: Beams,
-    rules: Rules,
-    shape: Shape,
-    logits: Tensor,
-    norm: Tensor,
-    columns: dict[str, Tensor],
-    best: Tensor | None = None,
-) -> tuple[Beams, Tensor, Tensor]:
+    b: Beams, rules: Rules, shape: Shape, logits: Tensor, norm: Tensor, columns: dict[str, Tensor],
+    best: Tensor | None = None
+) -> tuple[Beams, Tensor, Tensor]:  # fmt: skip
     """One step of n requests from logits (r V), whose log sum exp is `norm` (r), and the columns of what changes them,
     or from the largest logits alone (r k), of the tokens `best`: the new state, the parent of every beam (n beams)
     within its request, and which requests are done (n).
@@ -311,7 +293,13 @@ def select(
         count = part.count.repeat_interleave(w)
         changes = dict(zip(columns, rest, strict=True))
         if "seen" in changes:
-            changes["said"] = spoken(part, mine.shape[1])
+            # How often each running text has each token, (g w, V).
+            real = (
+                torch.arange(part.ids.shape[-1], device=part.ids.device) < part.count[:, None, None]
+            )
+            said = part.score.new_zeros(*part.score.shape, mine.shape[1])
+            said = said.scatter_add(2, part.ids, real.expand_as(part.ids).to(said.dtype))
+            changes["said"] = said.flatten(0, 1)
         if i:
             changes["avoided"] = (avoid * rules.diversity).repeat_interleave(w, 0)
         if best is None:
@@ -349,52 +337,27 @@ def advance(
     logps = _append(b.logp, parent, logp.reshape(g, -1).gather(1, index), b.count)
     count = b.count + 1
     ends = (token[..., None] == rules.eos[:, None]).any(-1) | (count[:, None] >= rules.most)
-    b = _file(b, texts, logps, value, ends, count, rules)
+    # Merge the texts that just ended (among the first w) into the best finished ones.
+    new = ends & (torch.arange(ends.shape[1], device=ends.device) < w) & (value > WORST / 2)
+    shut = ~b.improvable | (b.done.all(-1) & rules.first[:, 0])
+    final = rules.score(value, count[:, None])
+    final = final + WORST * (~new).to(final.dtype) + WORST * shut[:, None].to(final.dtype)
+    done_score, at = torch.cat([b.done_score, final], 1).topk(w)
+    wide = at[..., None].expand(-1, -1, texts.shape[-1])
+    done_ids = torch.cat([b.done_ids, texts], 1).gather(1, wide)
+    done_logp = torch.cat([b.done_logp, logps], 1).gather(1, wide)
+    done_size = torch.cat([b.done_size, count[:, None].expand_as(ends)], 1).gather(1, at)
+    done = torch.cat([b.done, new], 1).gather(1, at)
+    # Go on with the best of the others.
     running, order = (value + ends * WORST).topk(w)
     wide = order[..., None].expand(-1, -1, texts.shape[-1])
     bound = rules.score(running[:, :1], torch.where(rules.hopeful, rules.most, count[:, None]))
-    worst = torch.where(b.done, b.done_score.amin(1, keepdim=True), WORST)
+    worst = torch.where(done, done_score.amin(1, keepdim=True), WORST)
     improvable = b.improvable & (bound > worst).any(-1)
-    full = b.done.all(-1) & rules.first[:, 0]
-    over = ~improvable | full | ends.all(-1)
-    going = {"score": running, "ids": texts.gather(1, wide), "logp": logps.gather(1, wide)}
-    new = replace(b, **going, improvable=improvable, count=count)
-    return new, parent.gather(1, order), over
-
-
-def spoken(b: Beams, vocab: int) -> Tensor:
-    """How often each running text has each token, (g w, V)."""
-    real = torch.arange(b.ids.shape[-1], device=b.ids.device) < b.count[:, None, None]
-    blank = b.score.new_zeros(*b.score.shape, vocab)
-    return blank.scatter_add(2, b.ids, real.expand_as(b.ids).to(blank.dtype)).flatten(0, 1)
-
-
-def _file(
-    b: Beams,
-    texts: Tensor,
-    logps: Tensor,
-    value: Tensor,
-    ends: Tensor,
-    count: Tensor,
-    rules: Rules,
-) -> Beams:
-    """Merge the texts that just ended (among the first w) into the best finished ones."""
-    w = b.score.shape[1]
-    new = ends & (torch.arange(ends.shape[1], device=ends.device) < w) & (value > WORST / 2)
-    shut = ~b.improvable | (b.done.all(-1) & rules.first[:, 0])
-    score = rules.score(value, count[:, None])
-    score = score + WORST * (~new).to(score.dtype) + WORST * shut[:, None].to(score.dtype)
-    best, at = torch.cat([b.done_score, score], 1).topk(w)
-    wide = at[..., None].expand(-1, -1, texts.shape[-1])
-    size = torch.cat([b.done_size, count[:, None].expand_as(ends)], 1)
-    return replace(
-        b,
-        done_score=best,
-        done_ids=torch.cat([b.done_ids, texts], 1).gather(1, wide),
-        done_logp=torch.cat([b.done_logp, logps], 1).gather(1, wide),
-        done_size=size.gather(1, at),
-        done=torch.cat([b.done, new], 1).gather(1, at),
-    )
+    over = ~improvable | (done.all(-1) & rules.first[:, 0]) | ends.all(-1)
+    going, finished = (texts.gather(1, wide), logps.gather(1, wide)), (done_ids, done_logp)
+    state = Beams(running, *going, done_score, *finished, done_size, done, improvable, count)
+    return state, parent.gather(1, order), over
 
 
 def _append(texts: Tensor, parent: Tensor, new: Tensor, count: Tensor) -> Tensor:

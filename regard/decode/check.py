@@ -45,14 +45,9 @@ def check(request: Request, model: Any) -> None:
             f"model's context of {longest}; shorten it, or leave prompt_logprobs out"
         )
     if request.mask is not None and (s.beams > 1 or not callable(request.mask)):
-        raise UsageError(
-            "a mask is called with (sample, ids) before each choice of one text; "
-            + (
-                "beam search has many: leave one out"
-                if s.beams > 1
-                else f"got {request.mask!r:.60}"
-            )
-        )
+        call = "a mask is called with (sample, ids) before each choice of one text"
+        got = "beam search has many: leave one out" if s.beams > 1 else f"got {request.mask!r:.60}"
+        raise UsageError(f"{call}; {got}")
     if type(request.priority) is not int:
         raise UsageError(
             f"priority is {request.priority!r}; give a whole number, greater ones first"

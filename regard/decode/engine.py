@@ -29,21 +29,17 @@ from regard.cache import CacheSpec, OutOfPages, Pool, taken_back
 from regard.decode.beam import Shape
 from regard.decode.check import check, check_draft, check_drafted, check_pages, context_of
 from regard.decode.graphs import SlotLane, runner_of, source_length, source_size, why_plain
-from regard.decode.lane import Lane, Scores, unscored
-from regard.decode.plain import PlainLane
-from regard.decode.rows import Row, page_keys
+from regard.decode.lane import Lane, Row, Scores, page_keys, unscored
+from regard.decode.plain import PlainLane, SinksLane, WindowLane, streams
 from regard.decode.search import SearchLane, search_of
 from regard.decode.settings import Event, Request, Result
-from regard.decode.window import SinksLane, WindowLane, streams
 from regard.errors import UsageError
 from regard.fast.cpu import Prepared
 from regard.kernels.c.threads import SHARED, threads_for
 
-WINDOW = (
-    "window"  # the lane of rows that have outgrown the context, and are read anew for each token
-)
-SINKS = "sinks"  # of those that go on in a cache that forgets
-SLOTS = "slots"  # the lane of the CUDA graph
+# Lanes: of rows that have outgrown the context and are read anew for each token, or go on in a cache that forgets; and
+# that of the CUDA graph.
+WINDOW, SINKS, SLOTS = "window", "sinks", "slots"
 SHORT = "out of memory on {}: make the engine with fewer rows=, a smaller memory= or chunk=, or shorten the request"
 RANK = attrgetter("rank")
 
@@ -57,20 +53,10 @@ class Engine:
     is and why. The model decodes in evaluation mode; after each step it is in the mode in which it was."""
 
     def __init__(
-        self,
-        model: Any,
-        *,
-        runner: str = "auto",
-        layout: str = "paged",
-        rows: int = 64,
-        chunk: int | None = None,
-        pages: int | None = None,
-        page: int = 16,
-        memory: float | None = None,
-        prefix: bool = True,
-        backend: str = "sdpa",
-        draft: Any = None,
-    ):
+        self, model: Any, *, runner: str = "auto", layout: str = "paged", rows: int = 64, chunk: int | None = None,
+        pages: int | None = None, page: int = 16, memory: float | None = None, prefix: bool = True,
+        backend: str = "sdpa", draft: Any = None
+    ):  # fmt: skip
         for name, value, known in (
             ("layout", layout, ("paged", "contiguous")),
             ("runner", runner, ("auto", "torch", "graph")),
@@ -118,9 +104,8 @@ class Engine:
         self.prefix = prefix and whole and self.pool is not None
         self.chunk = chunk or (512 if slots is None else 16384)
         self.scores: dict[int, Scores] = {}  # of prompts whose log probabilities are asked for
-        self.slots = (
-            None if slots is None else SlotLane(slots, self.prefix, self.chunk, self.scores)
-        )
+        given: Any = (self.prefix, self.chunk, self.scores)
+        self.slots = None if slots is None else SlotLane(slots, *given)
         self.searches: dict[Any, SearchLane] = {}  # slots of beams, by their shape
         # Whether texts past the context go on in a cache that forgets, if they are to keep their first tokens.
         self.streams = self.longest is not None and streams(model)
@@ -199,7 +184,9 @@ class Engine:
     @torch.inference_mode()
     def _step(self) -> list[Event]:
         with self._whole(), evaluation(self.modules):
-            events = self._expire()
+            now = time.monotonic()
+            late = [number for number, deadline in self.deadlines.items() if deadline <= now]
+            events = [event for number in late for event in self._stop(number, "deadline")]
             self._admit()
             rows = sum(lane.batch for lane in self.lanes.values()) or 1
             with threads_for(self.weights * max(rows, min(self.chunk, self._unread()))):
@@ -256,9 +243,10 @@ class Engine:
             if event.done is not None:
                 self.deadlines.pop(event.request, None)
                 if (scores := self.scores.pop(event.request, None)) is not None:
+                    logprobs, tops = scores
                     for result in event.done:
-                        result.prompt_logprobs = scores.logprobs
-                        result.prompt_top_logprobs = scores.tops if any(scores.tops) else []
+                        result.prompt_logprobs = logprobs
+                        result.prompt_top_logprobs = tops if any(tops) else []
                 self.cap = min(self.rows, self.cap + len(event.done))
         return events
 
@@ -274,15 +262,24 @@ class Engine:
             self._put_back(max(lower, key=RANK))
         room, pages = self._room()
         # Keys of the pages that others will publish.
-        lanes = self.lanes.values() if self.prefix else ()
-        coming = {key for lane in lanes for key in lane.coming()}
+        fresh = (slot for lane in self.lanes.values() for slot in lane.slots if slot.fresh)
+        coming = {key for slot in fresh for key in slot.keys}
         for request in list(self.waiting):
             # Alone it may enter however large.
             if not self._fits(request, room, pages) and self.lanes:
                 break
-            keys = self._keys(request) if self.prefix and not self._long(request) else []
-            if keys and self._shares(request, keys, coming):
-                continue
+            keys = list[bytes]()
+            if self.prefix and self.pool is not None and not self._long(request):
+                # What all rows are fed first.
+                rows, page = self.resumed.get(request.number, []), self.pool.page
+                text = request.ids + (rows[0].ids if len(rows) == 1 else [])
+                keys = page_keys(text, page, request.salt)
+                wanted = keys[: (len(text) - 1) // page]
+                lacks = next((key for key in wanted if key not in self.pool.published), None)
+                # If that page is about to be read for another, it waits, and takes the page over.
+                if lacks in coming and not unscored(request, self.scores):
+                    continue
+                coming.update(keys)
             room, pages = room - self._times(request), pages - self._need(request)
             self.waiting.remove(request)
             self._enter(request, keys)
@@ -303,26 +300,22 @@ class Engine:
             key = SLOTS, shape
         elif long:
             key = SINKS if self.streams and s.overflow == "sinks" else WINDOW
-        if key not in self.lanes:
-            self.lanes[key] = self._graph(shape) if graph else self._plain(key)
-        return self.lanes[key]
-
-    def _graph(self, shape: Shape | None) -> SlotLane:
-        assert self.slots is not None
-        if shape is None:
-            return self.slots
-        if shape not in self.searches:
-            search = search_of(self.slots.runner, shape, max(1, self.rows // shape.beams))
-            self.searches[shape] = SearchLane(search, self.prefix, self.chunk, self.scores)
-        return self.searches[shape]
-
-    def _plain(self, key: Any) -> Lane:
-        given: Any = (self.model, self.specs, self.where)
-        options: Any = {"backend": self.backend, "chunk": self.chunk, "scores": self.scores}
-        if key in (SINKS, WINDOW):
-            options["longest"] = self.longest
-            return (SinksLane if key == SINKS else WindowLane)(*given, **options)
-        return PlainLane(*given, **options, pool=self.pool, prefix=self.prefix, draft=self.draft)
+        if key in self.lanes:
+            return self.lanes[key]
+        lane: Any = self.slots
+        if not graph:
+            options: Any = {"backend": self.backend, "chunk": self.chunk, "scores": self.scores}
+            own = {"pool": self.pool, "prefix": self.prefix, "draft": self.draft}
+            options |= {"longest": self.longest} if long else own
+            kind = {WINDOW: WindowLane, SINKS: SinksLane}.get(key, PlainLane)
+            lane = kind(self.model, self.specs, self.where, **options)
+        elif shape is not None:
+            if shape not in self.searches:
+                search = search_of(lane.runner, shape, max(1, self.rows // shape.beams))
+                self.searches[shape] = SearchLane(search, self.prefix, self.chunk, self.scores)
+            lane = self.searches[shape]
+        self.lanes[key] = lane
+        return lane
 
     def _graphs(self) -> list[SlotLane]:
         return [] if self.slots is None else [self.slots, *self.searches.values()]
@@ -341,32 +334,12 @@ class Engine:
         """Pages that a waiting request will take."""
         if self.pool is None or self._long(request):
             return 0
-        text = self._text(request) // self.pool.page + 1 + self._times(request)
+        said = sum(len(row.ids) for row in self.resumed.get(request.number, ()))
+        text = (len(request.ids) + said) // self.pool.page + 1 + self._times(request)
         return text + self._source(request)
 
     def _long(self, request: Request) -> bool:
         return self._outgrown(self.resumed.get(request.number) or self._rows(request))
-
-    def _keys(self, request: Request) -> list[bytes]:
-        """Of the full pages of what a waiting request is fed first."""
-        assert self.pool is not None
-        return page_keys(self._first(request), self.pool.page, request.salt)
-
-    def _first(self, request: Request) -> list[int]:
-        """What all rows of a waiting request are fed first."""
-        rows = self.resumed.get(request.number, [])
-        return request.ids + (rows[0].ids if len(rows) == 1 else [])
-
-    def _shares(self, request: Request, keys: list[bytes], coming: set[bytes]) -> bool:
-        """Whether the next page that a request lacks is about to be read for another: then it waits, and takes the page
-        over. If not, its own pages are coming."""
-        assert self.pool is not None
-        wanted = keys[: (len(self._first(request)) - 1) // self.pool.page]
-        missing = next((key for key in wanted if key not in self.pool.published), None)
-        if missing in coming and not unscored(request, self.scores):
-            return True
-        coming.update(keys)
-        return False
 
     def _times(self, request: Request) -> int:
         """Rows that a waiting request will have."""
@@ -380,34 +353,21 @@ class Engine:
         page = request.settings.beams > 1
         return page + -(-source_size(self.model, request) // self.slots.pool.page)
 
-    def _text(self, request: Request) -> int:
-        """Tokens that a waiting request must be fed."""
-        return len(request.ids) + sum(len(r.ids) for r in self.resumed.get(request.number, ()))
-
     def _rows(self, request: Request) -> list[Row]:
         return [Row(request, i, window=self.longest) for i in range(request.settings.samples)]
-
-    # --- texts longer than the context ---
 
     def _outgrown(self, rows: list[Row]) -> bool:
         return self.longest is not None and any(row.size > self.longest for row in rows)
 
-    def _outgrow(self, lane: Lane) -> None:
-        """Requests of which a row has outgrown the context change lanes, all their rows together; for a cache that
-        forgets they are read once more."""
-        for request in {
-            r.request.number: r.request for r in lane.rows if self._outgrown([r])
-        }.values():
-            self.resumed[request.number], _ = self._take(request)
-            self._enter(request)
-
-    # --- decoding ---
-
     def _advance(self, key: Any, lane: Lane) -> list[Event]:
         events: list[Event] = []
         for part in (lane.ask, lane.step):
-            if key is None:
-                self._outgrow(lane)
+            # Requests of which a row has outgrown the context change lanes, all their rows together; for a cache that
+            # forgets they are read once more.
+            rows = lane.rows if key is None else []
+            for request in dict.fromkeys(row.request for row in rows if self._outgrown([row])):
+                self.resumed[request.number], _ = self._take(request)
+                self._enter(request)
             while lane.slots:
                 try:
                     part()
@@ -460,15 +420,16 @@ class Engine:
         """Free what an active request holds: its rows, or the results of its beams if it is stopped."""
         lane = next(x for x in self.lanes.values() if request in x.requests())
         index = [i for i, row in enumerate(lane.rows) if row.request is request]
-        search = request.settings.beams > 1
-        rows = [] if search else [lane.rows[i] for i in index]
-        results = lane.results(index[0], why) if search and why else []
+        rows, results = [lane.rows[i] for i in index], list[Result]()
+        if request.settings.beams > 1:
+            rows, results = [], lane.results(index[0], why) if why else []
         self._drop(lane, index)
         return rows, results
 
     @torch.inference_mode()
     def _stop(self, number: int, why: str, error: str | None = None) -> list[Event]:
-        request = next((r for r in self._all() if r.number == number), None)
+        every = (*self.waiting, *self._active())
+        request = next((r for r in every if r.number == number), None)
         if request is None:
             return []
         if request in self.waiting:
@@ -492,18 +453,9 @@ class Engine:
             results = [done[i] for i in sorted(done)]
         return [Event(number, done=results)]
 
-    def _all(self) -> Iterator[Request]:
-        yield from self.waiting
-        yield from self._active()
-
     def _active(self) -> Iterator[Request]:
         for lane in self.lanes.values():
             yield from lane.requests()
-
-    def _expire(self) -> list[Event]:
-        now = time.monotonic()
-        late = [number for number, deadline in self.deadlines.items() if deadline <= now]
-        return [event for number in late for event in self._stop(number, "deadline")]
 
 
 @contextmanager
@@ -520,14 +472,9 @@ def evaluation(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def pages_in(
-    memory: float | None,
-    device: torch.device,
-    specs: Sequence[CacheSpec],
-    page: int,
-    dtype: torch.dtype,
-    rows: int,
-    longest: int | None,
-) -> int:
+    memory: float | None, device: torch.device, specs: Sequence[CacheSpec], page: int, dtype: torch.dtype, rows: int,
+    longest: int | None
+) -> int:  # fmt: skip
     """How many pages a memory holds: so many bytes, or (up to 1) a share of what is free; 0.9 on a GPU, and 1,024 pages
     elsewhere, if it is not said. No more than `rows` texts as long as the context need."""
     if memory is not None and not memory > 0:

@@ -61,17 +61,8 @@ def generate(
 
     An answer that fails (the model gives no numbers) is a result too: its finish is "error", `error` says why, ids and
     text are what it had; the others are as ever, and a warning counts the failed ones."""
-    groups = answers(
-        model,
-        prompts,
-        stop=stop,
-        rows=rows,
-        layout=layout,
-        invariant=invariant,
-        draft_model=draft_model,
-        mask=mask,
-        **settings,
-    )
+    rest = (rows, layout, invariant, draft_model, mask)
+    groups = answers(model, prompts, stop, *rest, **settings)
     results = [result for group in groups for result in group]
     fault = failed(results)
     if fault:
@@ -100,17 +91,14 @@ def engine_for(
     numbers = sum(spec.numbers() for spec in model.cache_specs()) * page * weight.element_size()
     if plain:
         most = max(s.rows * -(-sizes[0] // page), TOTAL // max(1, numbers))
-        pages = min(pages + 2 * rows, most)
-        return Engine(
-            model, runner="torch", rows=rows, page=page, pages=pages, prefix=False, draft=draft
-        )
+        how: Any = {"runner": "torch", "prefix": False, "draft": draft}
+        return Engine(model, rows=rows, page=page, pages=min(pages + 2 * rows, most), **how)
     if model.reads_source:
         sizes = sorted((source_size(model, r) for r in requests), reverse=True)
         pages += sum(-(-size // page) for size in sizes[:each])
     wanted = max(LEAST, (1 << pages.bit_length()) * numbers)
-    return Engine(
-        model, rows=rows, page=page, memory=min(wanted, free_memory(weight.device) * 9 // 10)
-    )
+    memory = min(wanted, free_memory(weight.device) * 9 // 10)
+    return Engine(model, rows=rows, page=page, memory=memory)
 
 
 def failed(results: Sequence[Result]) -> str:
@@ -122,33 +110,23 @@ def failed(results: Sequence[Result]) -> str:
 
 
 def answers(
-    model: Any,
-    prompts: Prompt | Sequence[Prompt],
-    *,
-    stop: str | Sequence[str] = (),
-    rows: int | None = None,
-    layout: str | None = None,
-    invariant: bool = False,
-    draft_model: Any = None,
-    mask: Mask = None,
-    **settings: Any,
-) -> list[list[Result]]:
+    model: Any, prompts: Prompt | Sequence[Prompt], stop: str | Sequence[str] = (), rows: int | None = None,
+    layout: str | None = None, invariant: bool = False, draft_model: Any = None, mask: Mask = None, **settings: Any
+) -> list[list[Result]]:  # fmt: skip
     """`generate`, each prompt's answers in a list of their own."""
     if draft_model is not None:
         settings.setdefault("draft", 4)
     job = Job(model, stop, settings, mask=mask)
     many = job.requests(prompts)
     if invariant:
-        layout = layout or "contiguous"
-        engine = Engine(
-            steady(model), layout=layout, rows=rows or ROWS, backend="ordered", draft=draft_model
-        )
+        how: Any = {"layout": layout or "contiguous", "backend": "ordered", "draft": draft_model}
+        engine = Engine(steady(model), rows=rows or ROWS, **how)
     else:
         engine = engine_for(model, many, rows, layout, draft_model)
     results: dict[int, list[Result]] = {}
-    numbers = {}
-    for i in sorted(range(len(many)), key=lambda i: -_size(many[i])):
-        numbers[engine.submit(many[i])] = i
+    sizes = [len(r.ids) + (0 if r.source is None else len(r.source)) for r in many]
+    # The longest first.
+    numbers = {engine.submit(many[i]): i for i in sorted(range(len(many)), key=lambda i: -sizes[i])}
     for event in engine.run():
         if event.done is not None:
             results[numbers[event.request]] = event.done
@@ -235,13 +213,8 @@ class Job:
     it holds the text of every answer so far; else an answer is turned into text when it is complete."""
 
     def __init__(
-        self,
-        model: Any,
-        stop: str | Sequence[str],
-        settings: dict[str, Any],
-        live: bool = False,
-        mask: Mask = None,
-    ):
+        self, model: Any, stop: str | Sequence[str], settings: dict[str, Any], live: bool = False, mask: Mask = None
+    ):  # fmt: skip
         self.model, self.stop, self.mask = model, check_stop(stop), mask
         self.live = live or bool(self.stop)
         self.two = model.reads_source
@@ -300,18 +273,13 @@ class Job:
         pieces.clear()
         return text
 
-    def rest(self, request: Request, sample: int) -> str:
-        at = (id(request), sample)
-        return self.take(request, sample) + (
-            self.streams[at].finish() if at in self.streams else ""
-        )
-
     def finish(self, request: Request, sample: int, result: Result) -> Result:
         """The result with its text; of a live one, with the text that has not been taken."""
         if self.tokenizer is None:
             return result
         if self.live:
-            result.text = self.rest(request, sample)
+            left = self.streams.get((id(request), sample))
+            result.text = self.take(request, sample) + (left.finish() if left else "")
         else:
             after = [] if self.two else request.ids
             result.text = self.tokenizer.decode(result.ids, after=after)
@@ -338,20 +306,19 @@ def special_of(model: Any) -> Special:
 def settings_for(model: Any, given: dict[str, Any]) -> Settings:
     """The user's settings, with the end, forced and banned tokens that the model's folder names."""
     found = {name: value for name, value in told(model).items() if name not in given}
+    vocab = written(model).vocab
     for name, value in found.items():
+        what = f"the model folder's {name}"
         if isinstance(value, tuple):
-            found[name] = _possible(value, written(model).vocab, f"the model folder's {name}")
+            # Published folders with a smaller vocabulary than GPT-2's name ids that the model cannot write.
+            beyond = [i for i in value if not isinstance(i, int) or not 0 <= i < vocab]
+            if beyond:
+                where = f"outside the vocabulary (0 to {vocab - 1})"
+                notice(f"{what} {beyond[0]!r} is {where}; left out")
+            found[name] = tuple(i for i in value if i not in beyond)
         elif value is not None:
-            check_tokens([value], written(model).vocab, f"the model folder's {name}")
+            check_tokens([value], vocab, what)
     return Settings.of({**found, **given})
-
-
-def _possible(tokens: tuple[int, ...], vocab: int, name: str) -> tuple[int, ...]:
-    """Without ids that the model cannot write, as in published folders with a smaller vocabulary than GPT-2's."""
-    beyond = [i for i in tokens if not isinstance(i, int) or not 0 <= i < vocab]
-    if beyond:
-        notice(f"{name} {beyond[0]!r} is outside the vocabulary (0 to {vocab - 1}); left out")
-    return tuple(i for i in tokens if i not in beyond)
 
 
 def told(model: Any) -> dict[str, Any]:
@@ -400,10 +367,6 @@ def _ids(prompt: Any) -> list[int]:
     if not whole or not all(isinstance(i, Integral) and not isinstance(i, bool) for i in ids):
         raise UsageError(f"a prompt is text or a list of whole numbers, got {prompt!r:.60}")
     return [int(i) for i in ids]
-
-
-def _size(request: Request) -> int:
-    return len(request.ids) + (0 if request.source is None else request.source.shape[0])
 
 
 __all__ = ["Event", "Result", "generate", "stream", "translate"]

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from regard.attention.protocol import Context
 from regard.cache import OutOfPages, Pool
-from regard.decode.columns import (
+from regard.decode.lane import BROKEN, NOTHING, SLICE, Lane, Row, Scores, Slot, unscored
+from regard.decode.sampling import (
     MASK,
     MOST_ENDS,
     TOPS,
@@ -33,8 +34,6 @@ from regard.decode.columns import (
     used_by,
     uses,
 )
-from regard.decode.lane import SLICE, Lane, Scores, Slot, unscored
-from regard.decode.rows import BROKEN, NOTHING, Row
 from regard.decode.settings import MOST_TOPS, Request, Tops
 from regard.fast.cpu import Prepared
 from regard.fast.cuda import Normed, Pages, SlotContext, Stream, decoder, inner, longest, why_not
@@ -60,16 +59,9 @@ class Runner:
     """A model's fast parts, the memory of `rows` slots over a pool, and the graphs recorded for them."""
 
     def __init__(
-        self,
-        model: Model,
-        pool: Pool,
-        rows: int,
-        length: int,
-        *,
-        kernels: bool = True,
-        look: int = 16,
-        fast: Any = None,
-    ):
+        self, model: Model, pool: Pool, rows: int, length: int, *, kernels: bool = True, look: int = 16,
+        fast: Any = None
+    ):  # fmt: skip
         weight: Tensor = getattr(model, model.words).weight
         self.device, self.rows, self.look, self.kernels = weight.device, rows, look, kernels
         self.graph, self.vocab = weight.is_cuda, len(weight)
@@ -212,10 +204,7 @@ class Runner:
     # --- what the host calls ---
 
     def prefill(
-        self,
-        parts: Sequence[Part],
-        used: frozenset[str],
-        wanted: Sequence[tuple[int, int]] = (),
+        self, parts: Sequence[Part], used: frozenset[str], wanted: Sequence[tuple[int, int]] = ()
     ) -> list[Tensor]:
         """Read prompts without waiting for the device; what `wanted` asks for (see `read`) is on its way to the host.
         Sizes that come again are recorded as a graph; large ones keep the device busy without."""

@@ -1,34 +1,156 @@
-"""What requests have in common while they run, whichever runner computes their steps: rows in slots, prompts that are
-read in chunks by rank and begin with pages that others left, samples that share a prompt, pages left to later ones."""
+"""What requests have in common while they run, whichever runner computes their steps: answers in the making, rows in
+slots, prompts that are read in chunks by rank and begin with pages that others left, samples that share a prompt, pages
+left to later ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from regard.cache import Cache, Pool
 from regard.cache.base import State
-from regard.decode.rows import Row, page_keys
 from regard.decode.settings import Event, Request, Result, Tops
+from regard.decode.speculate import Index
 
+BROKEN = "the model gave a logit that is not a number"
+NOTHING = "its mask allows no token that its other settings leave"
 SLICE = 64  # tokens of a prompt whose logits are there at once, where their log probabilities are asked for
 
 
-class Scores:
-    """The log probabilities of a prompt's tokens, and the best ones at each place."""
+@dataclass(eq=False)
+class Row:
+    """One answer in the making."""
 
-    def __init__(self) -> None:
-        self.logprobs: list[float | None] = [None]
-        self.tops: list[Tops] = [[]]
+    request: Request
+    sample: int
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    # Where the best tokens of each choice are asked for.
+    tops: list[Tops] = field(default_factory=list)
+    finish: str = ""
+    error: str | None = None
+    window: int | None = None  # the model's context
+    guess: list[int] = field(default_factory=list)
+    guessed: int = -1  # tokens said when `guess` was made
+    index: Index | None = None  # of the text so far, where lookup is asked for
+    keys: list[bytes] = field(default_factory=list)  # of the full pages that were published
 
-    def add(self, count: int, logprobs: Tensor, ids: Tensor, tops: Tensor) -> None:
-        """Those of some tokens more (n), with the `count` best (n k)."""
-        self.logprobs += logprobs.tolist()
-        for each in zip(ids[:, :count].tolist(), tops[:, :count].tolist(), strict=True):
-            self.tops.append(list(zip(*each, strict=True)))
+    def guesses(self) -> list[int]:
+        """Tokens that may come next, found earlier in the text."""
+        room = self.room(self.request.settings.lookup)
+        if not room:
+            return []
+        if self.index is None:
+            self.index = Index(self.request.ids)
+        self.index.extend(self.ids[len(self.index.text) - len(self.request.ids) :])
+        return self.index.after(room)
+
+    def room(self, wish: int) -> int:
+        """How many tokens can be guessed: as many as wished, but one must stay to be chosen, and none may lie outside
+        the context."""
+        left = self.request.settings.max_new_tokens - len(self.ids) - 1
+        if self.window is not None:
+            left = min(left, self.window - self.size)
+        return max(0, min(wish, left))
+
+    @property
+    def size(self) -> int:
+        """Tokens of the text so far, the prompt included."""
+        return len(self.request.ids) + len(self.ids)
+
+    @property
+    def key(self) -> int:
+        """What its random numbers depend on, besides the seed and the position."""
+        request = self.request
+        number = request.number if request.key is None else request.key
+        return number * 1024 + self.sample
+
+    def say(self, token: int, logprob: float, tops: Tops) -> list[Event]:
+        """One token more, and whether the answer ends with it: an end token is no event."""
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        self.tops.append(tops[: self.request.settings.top_logprobs])
+        settings, stop = self.request.settings, self.request.stop
+        if token in settings.eos:
+            self.finish = "eos"
+            return []
+        # `stop` is the user's code.
+        try:
+            if stop is not None and stop(self.sample, self.ids):
+                self.finish = "stop"
+            elif len(self.ids) >= settings.max_new_tokens:
+                self.finish = "length"
+        except Exception as error:
+            self.finish, self.error = "error", f"its stop raised {type(error).__name__}: {error}"
+        return [Event(self.request.number, self.sample, token, logprob, self.tops[-1])]
+
+    def allowed(self, vocab: int) -> Tensor | None:
+        """What its mask allows next, as words of 32 bits; None where the answer ends instead."""
+        assert self.request.mask is not None
+        try:
+            words = packed(self.request.mask(self.sample, list(self.ids)), vocab)
+        except Exception as error:
+            self.finish, self.error = "error", f"its mask raised {type(error).__name__}: {error}"
+            return None
+        if not words.any():
+            self.finish = "stop"
+            return None
+        return words
+
+    def back(self, said: int) -> None:
+        """As it was when it had said so many tokens."""
+        del self.ids[said:], self.logprobs[said:], self.tops[said:]
+        self.finish, self.error, self.index, self.keys = "", None, None, []
+        self.guess, self.guessed = [], -1
+
+    def result(self) -> Result:
+        n = len(self.ids) - (self.finish == "eos")
+        tops = self.tops[:n] if self.request.settings.top_logprobs else []
+        said = (self.ids[:n], self.logprobs[:n], sum(self.logprobs))
+        return Result(*said, self.finish, error=self.error, top_logprobs=tops)
+
+
+def packed(mask: Any, vocab: int) -> Tensor:
+    """A mask over the vocabulary as words of 32 bits; what lies past its end is 0."""
+    given = np.asarray(mask.cpu() if isinstance(mask, Tensor) else mask).reshape(-1)
+    words = np.zeros(-(-vocab // 32), np.int32)
+    if given.dtype == bool and given.size <= vocab:
+        bits = np.packbits(given, bitorder="little")
+        words.view(np.uint8)[: len(bits)] = bits
+    elif given.dtype == np.int32 and given.size <= len(words):
+        words[: given.size] = given
+    else:
+        raise ValueError(
+            f"it gave {given.dtype} of size {given.size}; give a boolean for each of {vocab} tokens, or "
+            f"{len(words)} words of int32"
+        )
+    if vocab % 32:
+        words[-1] &= (1 << vocab % 32) - 1
+    return torch.from_numpy(words)
+
+
+def page_keys(
+    text: list[int], page: int, salt: str = "", known: Sequence[bytes] = ()
+) -> list[bytes]:
+    """A chain of SHA-256, one for each full page of a text: equal keys mean equal tokens from the start. `known` are
+    the first ones."""
+    keys = list(known)
+    key = keys[-1] if keys else hashlib.sha256(salt.encode()).digest()
+    for end in range((len(keys) + 1) * page, len(text) + 1, page):
+        key = hashlib.sha256(key + array("q", text[end - page : end]).tobytes()).digest()
+        keys.append(key)
+    return keys
+
+
+# The log probabilities of a prompt's tokens, and the best ones at each place.
+Scores = tuple[list[float | None], list[Tops]]
 
 
 def unscored(request: Request, done: dict[int, Scores]) -> bool:
@@ -143,7 +265,6 @@ class Lane:
 
     def _adopt(self, slot: Slot) -> None:
         """Begin with pages that others left; the last token of a text is fed, for its logits."""
-        raise NotImplementedError
 
     def drop(self, index: list[int]) -> None:
         """These rows are over."""
@@ -158,7 +279,6 @@ class Lane:
 
     def _release(self, slot: Slot) -> None:
         """Free what a slot holds."""
-        raise NotImplementedError
 
     def over(self) -> list[int]:
         """The places of rows that are done."""
@@ -169,12 +289,11 @@ class Lane:
         raise NotImplementedError
 
     def ask(self) -> None:
-        """What comes before a step; rows may end with it."""
-        raise NotImplementedError
+        """What comes before a step, a chunk of prompts; rows may end with it."""
+        self._feed()
 
     def step(self) -> None:
         """The next token of every row that writes."""
-        raise NotImplementedError
 
     # --- prompts ---
 
@@ -219,16 +338,18 @@ class Lane:
 
     def _read(self, group: list[tuple[Slot, int]]) -> None:
         """So many tokens of each text; those that are through begin to write."""
-        raise NotImplementedError
 
     def _score(self, slot: Slot) -> None:
         """Log probabilities of a prompt that have arrived; the one of its samples that has read it knows them."""
         request = slot.row.request
         if not slot.gone and unscored(request, self.scores):
-            scores = Scores()
-            for each in slot.scored:
-                scores.add(request.settings.top_logprobs, *each)
-            if len(scores.logprobs) == len(request.ids):
+            scores: Scores = [None], [[]]
+            (logprobs, tops), count = scores, request.settings.top_logprobs
+            for some, ids, best in slot.scored:  # (n), (n k), (n k)
+                logprobs += some.tolist()
+                pairs = zip(ids[:, :count].tolist(), best[:, :count].tolist(), strict=True)
+                tops += [list(zip(*pair, strict=True)) for pair in pairs]
+            if len(logprobs) == len(request.ids):
                 self.scores[request.number] = scores
 
     # --- the prefix cache ---
@@ -245,9 +366,3 @@ class Lane:
             row.keys[known:] = page_keys(text, page, row.request.salt, row.keys[known:])
             for number, key in zip(pages[known:], row.keys[known:], strict=False):
                 self.pool.publish(number, key)
-
-    def coming(self) -> Iterable[bytes]:
-        """Keys of the pages that prompts here will publish."""
-        for slot in self.slots:
-            if slot.fresh:
-                yield from slot.keys

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.cache import Cache, CacheSpec, Contiguous, OutOfPages, Paged, Pool
+from regard.cache import FIRST, Cache, CacheSpec, Contiguous, OutOfPages, Paged, Pool, Sinks
 from regard.decode.beam import Group, Search, Shape
-from regard.decode.columns import MASK, TOPS, Columns, choose, scored, used_by
-from regard.decode.draft import Draft
-from regard.decode.lane import SLICE, Lane, Scores, Slot, unscored
-from regard.decode.rows import BROKEN, NOTHING, Row
+from regard.decode.check import written
+from regard.decode.lane import BROKEN, NOTHING, SLICE, Lane, Row, Scores, Slot, unscored
+from regard.decode.sampling import MASK, TOPS, Columns, choose, scored, used_by
 from regard.decode.settings import Request, Result
+from regard.decode.speculate import Draft, padded
 from regard.fast.cpu import Prepared
 from regard.kernels.c.rows import choose as best_of
 from regard.models.base import last_real
@@ -34,19 +34,10 @@ class PlainLane(Lane):
     """Rows of any settings, samples and beams, in one step."""
 
     def __init__(
-        self,
-        model: Any,
-        specs: Sequence[CacheSpec],
-        where: dict[str, Any],
-        *,
-        backend: str = "sdpa",
-        chunk: int = 512,
-        scores: dict[int, Scores] | None = None,
-        pool: Pool | None = None,
-        prefix: bool = False,
-        draft: Any = None,
-        longest: int = 0,
-    ):
+        self, model: Any, specs: Sequence[CacheSpec], where: dict[str, Any], *, backend: str = "sdpa", chunk: int = 512,
+        scores: dict[int, Scores] | None = None, pool: Pool | None = None, prefix: bool = False, draft: Any = None,
+        longest: int = 0
+    ):  # fmt: skip
         super().__init__(pool, prefix, chunk, scores)
         self.model, self.specs, self.where, self.backend = model, specs, where, backend
         self.draft = None if draft is None else Draft(draft)
@@ -76,10 +67,6 @@ class PlainLane(Lane):
         return self.searches[group.shape].results(group, why) if group.asked else []
 
     # --- prompts ---
-
-    def ask(self) -> None:
-        """Read a chunk of prompts."""
-        self._feed()
 
     def _cache(self, slots: list[Slot]) -> Cache:
         if self.pool is not None:
@@ -189,7 +176,12 @@ class PlainLane(Lane):
         fresh = [slot for slot in slots if slot.times == 1]
         many = len(self.samples)
         self.choose(some(logits, places(slots, fresh)), list(range(many - len(fresh), many)))
-        self._leave([s for s in slots if s.row.error is None])
+        # Leave the full pages of prompts to later ones, and the states after those that were marked.
+        for slot in (s for s in slots if self.prefix and s.row.error is None):
+            self.cache.publish(places(self.live, [slot])[0], slot.keys)
+            for key, states in slot.states.items():
+                self.pool.remember(key, states)
+            slot.row.keys, slot.states = list(slot.keys), {}
 
     def _join(self, slots: list[Slot], cache: Cache) -> None:
         for slot in slots:
@@ -202,13 +194,9 @@ class PlainLane(Lane):
 
     def drop(self, index: list[int]) -> None:
         super().drop(index)
-        kept = [i for i, slot in enumerate(self.live) if not slot.gone]
-        if len(kept) < len(self.live):
-            self._keep(kept)
-
-    def _keep(self, kept: list[int]) -> None:
-        """Of the slots that write, these."""
-        live = [self.live[i] for i in kept]
+        live = [slot for slot in self.live if not slot.gone]
+        if len(live) == len(self.live):
+            return
         rows = torch.tensor(places(self.live, live), dtype=torch.long, device=self.cache.device)
         self.cache = self.cache.take(rows)
         if self.draft is not None:
@@ -223,16 +211,8 @@ class PlainLane(Lane):
             slot.cache.release()
             slot.cache = None
 
-    def _leave(self, slots: list[Slot]) -> None:
-        """Leave the full pages of prompts to later ones, and the states after those that were marked."""
-        for slot in slots if self.prefix else ():
-            self.cache.publish(places(self.live, [slot])[0], slot.keys)
-            for key, states in slot.states.items():
-                self.pool.remember(key, states)
-            slot.row.keys, slot.states = list(slot.keys), {}
-
     def _leave_answers(self) -> None:
-        """The same of answers. States are large: of an answer the last are kept."""
+        """Leave the full pages of answers to later prompts. States are large: of an answer the last are kept."""
         page = self.pool.page
         for i, slot in zip(places(self.live, self.samples), self.samples, strict=True):
             row, known = slot.row, len(slot.row.keys)
@@ -338,7 +318,10 @@ class PlainLane(Lane):
         # One norm for every row, whatever its company asks for.
         norm, top, best = best_of(raw, max(1, min(listed, vocab)))
         broken = (~norm.isfinite()).tolist()
-        used = self.used(rows)
+        # What the choice of these rows depends on now.
+        each = (used_by(row.request.settings, len(row.ids), len(row.ids)) for row in rows)
+        masked = {MASK} if any(row.request.mask is not None for row in rows) else set()
+        used = frozenset().union(*each, masked) - {TOPS}
         if not used:
             tokens, chosen = best[:, 0], top[:, 0] - norm
         else:
@@ -357,12 +340,6 @@ class PlainLane(Lane):
                 row.finish, row.error = "error", BROKEN if bad else NOTHING
             else:
                 self.events += row.say(token, logprob, best_ones)
-
-    def used(self, rows: list[Row]) -> frozenset[str]:
-        """What the choice of these rows depends on now."""
-        each = (used_by(row.request.settings, len(row.ids), len(row.ids)) for row in rows)
-        masked = {MASK} if any(row.request.mask is not None for row in rows) else set()
-        return frozenset().union(*each, masked) - {TOPS}
 
     def pick(
         self,
@@ -400,13 +377,6 @@ def some(x: Tensor, rows: list[int]) -> Tensor:
     return x if len(rows) == len(x) else x[rows]
 
 
-def padded(texts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids (n t) and lengths (n) of texts."""
-    width = max(map(len, texts))
-    ids = torch.tensor([text + [0] * (width - len(text)) for text in texts], device=device)
-    return ids, torch.tensor([len(text) for text in texts], device=device)
-
-
 def sources(requests: list[Request], device: torch.device) -> dict[str, Any]:
     """What encoders read, as one batch; nothing for other models."""
     found = [r.source for r in requests if r.source is not None]
@@ -417,3 +387,64 @@ def sources(requests: list[Request], device: torch.device) -> dict[str, Any]:
     lengths = torch.tensor([len(s) for s in found], device=device)
     ids = torch.nn.utils.rnn.pad_sequence(found, batch_first=True)
     return {"source": ids.to(device), "source_lengths": lengths}
+
+
+# --- texts longer than the context --------------------------------------------------------------------------------
+
+# overflow="crop": the next token is conditioned on the last tokens that the context holds, as if there had been no
+# others. Every position moves with the window, so nothing can be kept from one step to the next: it is read anew.
+# overflow="sinks": on the first four tokens and the last ones (Xiao et al. 2023, arXiv:2309.17453). Where positions are
+# distances (RoPE, ALiBi, T5's biases) the tokens are kept as they were read, each by what it saw then, and stand at
+# their places in the window (`Sinks` in regard/cache/rows.py). A prompt longer than the context is read as its first
+# four and its last tokens. Where positions are vectors that are added to the tokens, or attention chooses its keys by
+# an index, tokens cannot be moved: there the first four and the last tokens are read anew, as for crop.
+
+
+def streams(model: Any) -> bool:
+    """Whether what a model keeps of a token can be brought to another position."""
+    still = getattr(written(model), "position", None)
+    return still is None and all(spec.turned is not None for spec in model.cache_specs())
+
+
+def shortened(ids: list[int], window: int) -> list[int]:
+    """The first tokens of a text that are kept as attention sinks, and the last: as many as a window holds."""
+    return ids if len(ids) <= window else ids[:FIRST] + ids[FIRST - window :]
+
+
+class WindowLane(PlainLane):
+    """Rows that go on with `longest` tokens of their texts; the cache is empty."""
+
+    def ask(self) -> None:
+        """Nothing is read before a step."""
+        new = [slot for slot in self.slots if not slot.asked]
+        if new:
+            self._join(new, Contiguous([], len(new), **self.where))
+
+    def step(self) -> None:
+        texts = [self.window(slot.row.request.ids + slot.row.ids, slot.row) for slot in self.live]
+        few, logits = max(1, self.chunk // max(map(len, texts))), []
+        for start in range(0, len(texts), few):
+            some = slice(start, start + few)
+            ids, lengths = padded(texts[some], self.where["device"])
+            given = sources([slot.row.request for slot in self.live[some]], ids.device)
+            logits.append(self.model.next_logits(ids, lengths, backend=self.backend, **given))
+        self.choose(torch.cat(logits))
+
+    def window(self, text: list[int], row: Row) -> list[int]:
+        if row.request.settings.overflow == "sinks":
+            return shortened(text, self.longest)
+        return text[-self.longest :]
+
+
+class SinksLane(PlainLane):
+    """Rows in a cache that forgets. A text that is longer than its window has been read before."""
+
+    def _slot(self, row: Row) -> Slot:
+        return Slot(row, shortened(row.request.ids, self.longest) + row.ids)
+
+    def _cache(self, slots: list[Slot]) -> Cache:
+        return Sinks(self.specs, len(slots), window=self.longest, **self.where)
+
+    def _size(self, slot: Slot, room: int) -> int:
+        """When the window is full it takes one token a call."""
+        return min(super()._size(slot, room), max(1, self.longest - slot.fed))

@@ -1,16 +1,26 @@
-"""The choice of the next token. Filters take logits and give logits, -inf for what may not be chosen, so they chain
-and the softmax at the end renormalises. Equal logits go to the lowest id. Settings are per row: numbers or columns
-(n 1)."""
+"""The choice of the next token, for every runner.
+
+First the filters: they take logits and give logits, -inf for what may not be chosen, so they chain and the softmax at
+the end renormalises. Equal logits go to the lowest id. Settings are per row: numbers or columns (n 1).
+
+Then the settings of rows as columns, and each row's next token from them: tensors of fixed shape, so that a CUDA graph
+can hold it; what the host must know (which settings are in use, whether a token is prescribed) it knows before."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard.decode.lane import Row
+from regard.decode.settings import MOST_TOPS, Settings
 from regard.errors import UsageError
+from regard.kernels.triton import draw as kernels
+from regard.kernels.triton.linear import ready
+from regard.kernels.triton.record import send
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -120,3 +130,216 @@ def beam_search(
         if all(ids[-1] == end for ids, _ in beams):
             break
     return beams
+
+
+# --- the settings of rows, as columns -------------------------------------------------------------------------------
+
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+FILTERS = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p}
+IDLE = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, **PENALTIES}
+MOST_ENDS = 16  # end tokens of a row that may have to go on
+MASK = "mask"  # some row has one
+TOPS = "tops"  # some row asks for the best tokens of each choice; they are noted, nothing is chosen otherwise
+
+
+@functools.lru_cache(4096)
+def uses(s: Settings) -> frozenset[str]:
+    """What a row's choice depends on besides its logits: nothing where it is simply greedy."""
+    found = {name for name, idle in IDLE.items() if getattr(s, name) != idle}
+    if not s.temperature:
+        found -= {*FILTERS}
+    if s.logit_bias or s.banned:
+        found.add("bias")
+    if s.min_new_tokens or s.forced_first is not None or s.forced_last is not None:
+        found.add("held")
+    if s.top_logprobs:
+        found.add(TOPS)
+    return frozenset(found)
+
+
+def held(s: Settings, first: int, last: int) -> bool:
+    """Whether one of the tokens from number `first` to `last` may not end the text, or is prescribed."""
+    return (
+        first < s.min_new_tokens
+        or forced(s, first) is not None
+        or (s.forced_last is not None and first < s.max_new_tokens <= last + 1)
+    )
+
+
+def forced(s: Settings, said: int) -> int | None:
+    """The token that must come now, if any."""
+    if said == 0 and s.forced_first is not None:
+        return s.forced_first
+    return s.forced_last if said == s.max_new_tokens - 1 else None
+
+
+def used_by(s: Settings, first: int, last: int) -> frozenset[str]:
+    """What the tokens from number `first` to `last` of a row depend on."""
+    return uses(s) if held(s, first, last) else uses(s) - {"held"}
+
+
+class Columns:
+    """Settings of n rows as columns (n 1), and what they say of single tokens (n V): made when some row first uses
+    them, and from then on where they are."""
+
+    def __init__(self, rows: int, vocab: int, device: torch.device):
+        self.rows, self.vocab, self.device = rows, vocab, device
+        self.values: dict[str, Tensor] = {}
+
+    def put(self, places: Sequence[int], rows: Sequence[Row]) -> None:
+        """The settings of some rows, each at its place."""
+        each = [row.request.settings for row in rows]
+        new = frozenset().union(*map(uses, each))
+        if not new and not self.values:
+            return
+        at = send(list(places), self.device)
+        for name, idle in IDLE.items():
+            if name in new or name in self.values:
+                self._set(name, at, [getattr(s, name) for s in each], idle)
+        if "temperature" in self.values:
+            self._set("seed", at, [s.seed for s in each], 0)
+            self._set("key", at, [row.key for row in rows], 0)
+        if new & PENALTIES.keys():
+            for name, texts in (
+                ("seen", [row.request.ids for row in rows]),
+                ("said", [row.ids for row in rows]),
+            ):
+                blank = torch.zeros(len(rows), self.vocab, device=self.device)
+                self._table(name)[at] = counts(texts, blank)
+        if "bias" in new or "bias" in self.values:
+            table = self._table("bias")
+            table[at] = 0.0
+            both = list(zip(places, each, strict=True))
+            biases = [(i, *pair) for i, s in both for pair in s.logit_bias]
+            if biases:
+                row, token, bias = (send(x, self.device) for x in zip(*biases, strict=True))
+                table.index_put_((row, token), bias.float(), accumulate=True)
+            bans = [(i, token) for i, s in both for token in s.banned]
+            if bans:
+                row, token = send(bans, self.device).T
+                table[row, token] = -torch.inf
+        if MASK in self.values:
+            self.values[MASK][at] = -1
+        if "held" in new or "held" in self.values:
+            # The least and the most tokens, the first and the last one, and the end tokens.
+            if "held" not in self.values:
+                width = 4 + max(MOST_ENDS, *(len(s.eos) for s in each))
+                self.values["held"] = torch.full((self.rows, width), -1, device=self.device)
+            table = self.values["held"]
+            forced = [
+                [-1 if token is None else token for token in (s.forced_first, s.forced_last)]
+                for s in each
+            ]
+            lines = [
+                [s.min_new_tokens, s.max_new_tokens, *both, *s.eos]
+                for s, both in zip(each, forced, strict=True)
+            ]
+            filled = [(line + line[-1:] * table.shape[1])[: table.shape[1]] for line in lines]
+            table[at] = send(filled, self.device)
+
+    def _set(self, name: str, at: Tensor, values: list[float], idle: float) -> None:
+        if name not in self.values:
+            self.values[name] = torch.full((self.rows, 1), idle, device=self.device)
+        column = self.values[name]
+        column[at] = send(values, self.device).to(column.dtype)[:, None]
+
+    def _table(self, name: str) -> Tensor:
+        if name not in self.values:
+            self.values[name] = torch.zeros(self.rows, self.vocab, device=self.device)
+        return self.values[name]
+
+    def allow(self, places: Sequence[int], masks: Sequence[Tensor]) -> None:
+        """What may come next in some rows, as words of 32 bits; everything in the others."""
+        if MASK not in self.values:
+            shape = (self.rows, -(-self.vocab // 32))
+            self.values[MASK] = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+        at = send(list(places), self.device)
+        self.values[MASK][at] = send(torch.stack(list(masks)), self.device)
+
+    def at(self, rows: slice | Tensor, used: frozenset[str]) -> dict[str, Tensor]:
+        """What is used, of some rows."""
+        names = {*(used - {TOPS}), *(("seed", "key") if "temperature" in used else ())}
+        if used & PENALTIES.keys():
+            names |= {"said", "seen"}
+        return {name: self.values[name][rows] for name in sorted(names)}
+
+    def said(self, rows: slice | Tensor, tokens: Tensor, live: Tensor | int = 1) -> None:
+        """Count tokens that some rows have just said, those that are live."""
+        if "said" in self.values:
+            at = torch.arange(self.rows, device=self.device)[rows]
+            self.values["said"][at, tokens] += live
+
+
+def counts(texts: list[list[int]], blank: Tensor) -> Tensor:
+    """How often each text has each token, added to zeros (n V)."""
+    for i, ids in enumerate(texts):
+        at = torch.tensor(ids, dtype=torch.long, device=blank.device)
+        blank[i].scatter_add_(0, at, torch.ones_like(at, dtype=blank.dtype))
+    return blank
+
+
+def scored(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The log probabilities of tokens (n) by logits (n V); the best ones there and theirs, (n k)."""
+    raw = logits.float()
+    norm = raw.logsumexp(-1)
+    return raw.gather(1, tokens[:, None])[:, 0] - norm, *best_n(raw, norm)
+
+
+def best_n(logits: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+    """The most probable tokens of logits (n V) and their log probabilities, (n k) each; norm (n) is the log sum exp."""
+    top, ids = logits.float().topk(min(MOST_TOPS, logits.shape[-1]))
+    return ids, top - norm[:, None]
+
+
+def choose(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:
+    """The next token (n) from logits (n V), of rows that have said `count` (n) tokens; -1 where a mask and the other
+    settings leave none."""
+    logits = adjusted(logits, columns, count)
+    if "temperature" not in columns:
+        tokens = logits.argmax(-1)
+    else:
+        hot, which = columns["temperature"], (columns["seed"][:, 0], columns["key"][:, 0], count)
+        filters = {name: columns[name] for name in FILTERS if name in columns}
+        if ready(logits):
+            filters["temperature"] = hot
+            tokens = kernels.draw_filtered(logits.contiguous(), kernels.uniform(*which), filters)
+        else:
+            kept = logits / hot.clamp(min=1e-6)
+            for name, column in filters.items():
+                kept = FILTERS[name](kept, column)
+            tokens = torch.where(hot[:, 0] > 0, draw(kept, uniform(*which)), logits.argmax(-1))
+    if MASK in columns:
+        tokens = torch.where(logits.amax(-1) == -torch.inf, -1, tokens)
+    return tokens
+
+
+def adjusted(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:
+    """Bias and bans, penalties, the least length and forced tokens; and of all that what a mask allows."""
+    if columns.keys() & {"bias", "avoided", *PENALTIES}:
+        logits = logits.float()
+    if "bias" in columns:
+        logits = logits + columns["bias"]
+    if "repetition_penalty" in columns:
+        logits = repeat(logits, columns["said"] + columns["seen"], columns["repetition_penalty"])
+    if "presence_penalty" in columns:
+        logits = logits - columns["presence_penalty"] * (columns["said"] > 0)
+    if "frequency_penalty" in columns:
+        logits = logits - columns["frequency_penalty"] * columns["said"]
+    if "avoided" in columns:
+        # Of beams in groups: what the others say.
+        logits = logits - columns["avoided"]
+    if "held" in columns:
+        least, most, first, last, *_ = columns["held"].T
+        ends = columns["held"][:, 4:]
+        early = (count < least)[:, None] & (ends >= 0)
+        ends = ends.clamp(min=0)
+        logits = logits.scatter(1, ends, logits.gather(1, ends).masked_fill(early, -torch.inf))
+        must = torch.where(count == 0, first, -1)
+        must = torch.where((must < 0) & (count == most - 1), last, must)[:, None]
+        only = torch.full_like(logits, -torch.inf).scatter(1, must.clamp(min=0), 0.0)
+        logits = torch.where(must >= 0, only, logits)
+    if MASK in columns:
+        bit = torch.arange(32, dtype=torch.int32, device=logits.device)
+        allowed = (columns[MASK][:, :, None] >> bit & 1).flatten(1)[:, : logits.shape[-1]]
+        logits = logits.masked_fill(allowed == 0, -torch.inf)
+    return logits

@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from regard.decode.beam import Beams, Group, Rules, Shape, select
-from regard.decode.columns import used_by
 from regard.decode.graphs import SHORTEST, Runner, SlotLane, by_token
-from regard.decode.lane import Lane, Slot
-from regard.decode.rows import BROKEN, Row
+from regard.decode.lane import BROKEN, Lane, Row, Slot
+from regard.decode.sampling import used_by
 from regard.decode.settings import Request, Result, Settings
 from regard.fast.cuda import Pages
 from regard.kernels.triton.prompt import two

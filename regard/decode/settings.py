@@ -40,45 +40,55 @@ ELSEWHERE = {
 Tops = list[tuple[int, float]]  # tokens and their log probabilities, best first
 
 
+def _within(default: float, low: float, high: float) -> Any:
+    """A number from `low` to `high`."""
+    return field(default=default, metadata={"limits": (low, high)})
+
+
 @dataclass(frozen=True)
 class Settings:
     """How one request is decoded. temperature 0 is greedy; beams > 1 is beam search; samples > 1 draws several answers
     from one prompt."""
 
-    max_new_tokens: int = 64  # tokens of the answer at most
-    min_new_tokens: int = 0  # no end before this many
-    temperature: float = 0.0  # 0: greedy; logits are divided by it
-    top_k: int = 0  # 0: all
-    top_p: float = 1.0  # the fewest tokens whose mass is at least this
-    min_p: float = 0.0  # least share of the most probable token's probability
-    typical_p: float = 1.0  # tokens of typical surprise, up to this mass
-    repetition_penalty: float = 1.0  # above 1: tokens of the text so far become rarer
-    presence_penalty: float = 0.0  # subtracted from logits of tokens that were said
-    frequency_penalty: float = 0.0  # the same, once for each time
+    max_new_tokens: int = _within(64, 1, 1_000_000)  # tokens of the answer at most
+    min_new_tokens: int = _within(0, 0, 1_000_000)  # no end before this many
+    temperature: float = _within(0.0, 0.0, 100.0)  # 0: greedy; logits are divided by it
+    top_k: int = _within(0, 0, 10_000_000)  # 0: all
+    top_p: float = _within(1.0, 0.0, 1.0)  # the fewest tokens whose mass is at least this
+    min_p: float = _within(0.0, 0.0, 1.0)  # least share of the most probable token's probability
+    typical_p: float = _within(1.0, 0.0, 1.0)  # tokens of typical surprise, up to this mass
+    # Above 1: tokens of the text so far become rarer.
+    repetition_penalty: float = _within(1.0, 0.01, 100.0)
+    # Subtracted from logits of tokens that were said.
+    presence_penalty: float = _within(0.0, -100.0, 100.0)
+    frequency_penalty: float = _within(0.0, -100.0, 100.0)  # the same, once for each time
     logit_bias: tuple[tuple[int, float], ...] = ()  # (id, number to add) of tokens
     banned: tuple[int, ...] = ()  # ids that are never said
     eos: tuple[int, ...] = ()  # ids that end the text; none: the model's
     forced_first: int | None = None  # the first token must be this
     forced_last: int | None = None  # a text that reaches max_new_tokens must end with this
-    seed: int = 0  # of the draws; they depend on (seed, request, position) alone
-    samples: int = 1  # answers drawn from one prompt
-    beams: int = 1  # 1: no beam search
+    # Of the draws; they depend on (seed, request, position) alone.
+    seed: int = _within(0, -(2**63), 2**63 - 1)
+    samples: int = _within(1, 1, 1024)  # answers drawn from one prompt
+    beams: int = _within(1, 1, 1024)  # 1: no beam search
     # A finished beam's score is its log probability / length ** length_penalty.
-    length_penalty: float = 1.0
+    length_penalty: float = _within(1.0, -100.0, 100.0)
     # When beam search may stop: by a bound (transformers' False), at the best bound (never), or with
     # as many texts as beams (first, transformers' True).
     early_stopping: str = "heuristic"
-    n_best: int = 1  # texts of a beam search that are given back
-    groups: int = 1  # diverse beam search: groups of beams that avoid each other's tokens
-    diversity: float = 0.0  # what a group of beams pays for another's token
-    draft: int = 0  # speculate this many tokens by the engine's draft model
-    lookup: int = 0  # speculate this many tokens by looking the last ones up in the text so far
+    n_best: int = _within(1, 1, 1024)  # texts of a beam search that are given back
+    # Diverse beam search: groups of beams that avoid each other's tokens.
+    groups: int = _within(1, 1, 1024)
+    diversity: float = _within(0.0, 0.0, 100.0)  # what a group of beams pays for another's token
+    draft: int = _within(0, 0, 64)  # speculate this many tokens by the engine's draft model
+    # Speculate this many tokens by looking the last ones up in the text so far.
+    lookup: int = _within(0, 0, 64)
     # A text longer than the model's context: an error; or it goes on with its last tokens (crop), or with its first
-    # four and its last ones (sinks; see regard/decode/window.py).
+    # four and its last ones (sinks; see regard/decode/plain.py).
     overflow: str = "error"
     # Beside each token that is chosen, the n most probable ones with the model's log probabilities,
     # before temperature, filters, penalties and masks, as those of the choice are.
-    top_logprobs: int = 0
+    top_logprobs: int = _within(0, 0, MOST_TOPS)
     # The model's log probability of every token of the prompt too, and the `top_logprobs` best there.
     prompt_logprobs: bool = False
 
@@ -152,6 +162,7 @@ class Settings:
 
 
 DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Settings)}
+LIMITS = [(f.name, *f.metadata["limits"]) for f in fields(Settings) if f.metadata]
 
 
 def hint(name: str) -> str:
@@ -162,30 +173,6 @@ def hint(name: str) -> str:
 
 
 DRAWING = ("temperature", "samples", "top_k", "top_p", "min_p", "typical_p")
-
-
-LIMITS: tuple[tuple[str, float, float], ...] = (
-    ("max_new_tokens", 1, 1_000_000),
-    ("min_new_tokens", 0, 1_000_000),
-    ("temperature", 0.0, 100.0),
-    ("top_k", 0, 10_000_000),
-    ("top_p", 0.0, 1.0),
-    ("min_p", 0.0, 1.0),
-    ("typical_p", 0.0, 1.0),
-    ("repetition_penalty", 0.01, 100.0),
-    ("presence_penalty", -100.0, 100.0),
-    ("frequency_penalty", -100.0, 100.0),
-    ("seed", -(2**63), 2**63 - 1),
-    ("samples", 1, 1024),
-    ("beams", 1, 1024),
-    ("length_penalty", -100.0, 100.0),
-    ("n_best", 1, 1024),
-    ("groups", 1, 1024),
-    ("diversity", 0.0, 100.0),
-    ("draft", 0, 64),
-    ("lookup", 0, 64),
-    ("top_logprobs", 0, MOST_TOPS),
-)
 
 
 def _check_number(name: str, value: Any, low: float, high: float) -> None:

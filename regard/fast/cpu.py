@@ -80,7 +80,11 @@ def prepare(model: Model, precision: str = "fp32", *, consume: bool = False) -> 
         notice(f"no C code for this CPU, torch's slower products are used: {native.why()}")
     dtype = _stream(model, precision)
     why = why_not_native(model, precision, dtype)
-    maker = (Join if why else Native)(precision, dtype, _spent(model) if consume else set())
+    # Weights of linear layers that nothing else holds.
+    held = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+    linears = [id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)]
+    spent = {w for w in linears if held[w] == 1} if consume else set()
+    maker = (Join if why else Native)(precision, dtype, spent)
     parts = {}
     if isinstance(model.head, LMHead):
         words = model.get_submodule("target" if model.reads_source else "embedding")
@@ -89,9 +93,8 @@ def prepare(model: Model, precision: str = "fp32", *, consume: bool = False) -> 
     made = maker.copy(model, _prepared(cls), **parts)
     made.precision, made.parts = precision, dict(maker.rows)
     if why:
-        made.parts[
-            "C code", f"{'products alone' if on_cpu and usable(precision) else 'none'}: {why}"
-        ] = 1
+        much = "products alone" if on_cpu and usable(precision) else "none"
+        made.parts["C code", f"{much}: {why}"] = 1
     return made.eval()
 
 
@@ -113,21 +116,13 @@ def why_not_native(model: Model, precision: str, dtype: torch.dtype | None) -> s
     return ""
 
 
-def _spent(model: Model) -> set[int]:
-    """Weights of linear layers that nothing else holds."""
-    linears = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
-    held = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
-    return {id(w) for w in linears if held[id(w)] == 1}
-
-
 def _stream(model: Model, precision: str) -> torch.dtype | None:
     """The dtype of all that is not packed; None: as it is."""
     if not model.towers:
         return None
     slow = next(model.parameters()).is_cpu and not half_is_fast()
-    return (
-        torch.float32 if precision == "fp32" or (slow and precision != "bf16") else torch.bfloat16
-    )
+    wide = precision == "fp32" or (slow and precision != "bf16")
+    return torch.float32 if wide else torch.bfloat16
 
 
 class Prepared:
@@ -260,12 +255,9 @@ class Join(Specialise):
         if precision != "int8":
             weight = self.parameter(weight)
         new = self.copy(module, PackedHead)
-        new.product = self.head_product(weight, module.bias, precision)
+        new.product = pack(weight, module.bias, precision, torch.float32)
         new.weight = new.bias = None
         return new
-
-    def head_product(self, weight: Tensor, bias: Tensor | None, precision: str) -> nn.Module:
-        return pack(weight, bias, precision, torch.float32)
 
     table: ClassVar[Mapping[type, Row]] = {
         nn.Linear: lambda maker, m: maker.product(m),
@@ -457,11 +449,9 @@ class NativeStack(PackedStack):
                 y = super().forward(fresh.x, ctx, cross, caches)
             fresh.y = fresh.tape.settle(y)
             # Other steps of the same form are the same calls.
-            form = (type(caches[0]), fresh.memo["place"] is None, cross is None)
+            form = (type(caches[0]), cross is None)
             if form not in self.tapes.whole:
-                assert fresh.tape.whole(fresh.y, y), (
-                    "a part of this stack computes outside of the C code"
-                )
+                assert fresh.tape.whole(fresh.y, y), "a part computes outside of the C code"
                 self.tapes.whole.add(form)
             self.tapes.steps[key] = fresh
             return y
@@ -481,8 +471,7 @@ class NativeStack(PackedStack):
         stores = stores if source is None else [*stores, *source.slots]
         memory = tuple(t.data_ptr() for store in stores for t in store.values())
         strides = stores[0]["k"].stride(), stores[-1]["k"].stride()
-        table = own.table if isinstance(own, Paged) else own.place
-        shape = None if table is None else table.shape
+        shape = own.table.shape if isinstance(own, Paged) else None
         # Rows at one position may share it: (1 t), where others have (b t).
         rows = (len(x), len(ctx.pos.index), getattr(own, "capacity", 0), shape)
         rest = (*rows, torch.is_inference_mode_enabled())
@@ -491,16 +480,11 @@ class NativeStack(PackedStack):
 
 def _recorded(block: Any) -> bool:
     """Whether a step of a block is C calls alone, each on what another gave."""
-    parts = [block.attention] if block.cross is None else [block.attention, block.cross]
-    alone = all(
-        isinstance(p, _Native) and p.bare and p.q_norm is None and p.wg is None for p in parts
-    )
-    parts.append(block.ffn)
-    return (
-        alone
-        and isinstance(block.ffn, NativeFeedForward)
-        and all(p.add.norm is None for p in parts)
-    )
+    for part in filter(None, (block.attention, block.cross)):
+        if not isinstance(part, _Native) or not part.bare or part.q_norm or part.wg:
+            return False
+    parts = filter(None, (block.attention, block.cross, block.ffn))
+    return isinstance(block.ffn, NativeFeedForward) and all(p.add.norm is None for p in parts)
 
 
 class Step:
@@ -511,16 +495,13 @@ class Step:
     def __init__(self, x: Tensor, ctx: Context, cross: Context | None, caches: tuple):
         self.tape, self.x, self.memo = Tape(), x.float().contiguous().clone(), ctx.memo
         self.memo |= self.changing(ctx, caches)
-        if self.memo["place"] is not None:  # another step must not write to the cache's own
-            self.memo["place"] = self.memo["place"].clone()
         if cross is not None:
             cross.memo["last"] = self.memo["last"]
 
     def changing(self, ctx: Context, caches: tuple) -> dict[Any, Any]:
         own, source = caches
         pos = ctx.pos.index[:, 0].expand(len(self.x)).contiguous()
-        place = own.table.int() if isinstance(own, Paged) else own.place
-        page = own.page if isinstance(own, Paged) else 0
+        place, page = (own.table.int(), own.page) if isinstance(own, Paged) else (None, 0)
         found = {"rows": pos, "place": place, "home": _home(pos, place, page)}
         if source is not None:
             found["last"] = _last(source, len(self.x))
@@ -666,13 +647,13 @@ def _step(ctx: Context) -> Layer | None:
 
 
 def _memory(layer: Layer, ctx: Context) -> tuple[Tensor, Tensor, Tensor | None, int]:
-    """Keys, values, which row holds each token if not its own, and how many tokens at a time if it holds pages."""
+    """Keys, values, and in pages which of them hold each row's tokens, and how many each."""
     cache: Any = layer.cache
     if isinstance(cache, Paged):
         pages = cache.pool.stores[layer.index]
         return pages["k"], pages["v"], ctx.once("place", lambda: cache.table.int()), cache.page
     slots = cache.slots[layer.index]
-    return slots["k"], slots["v"], ctx.memo.get("place", cache.place), 0
+    return slots["k"], slots["v"], None, 0
 
 
 def _last(cache: Any, rows: int) -> Tensor:
@@ -697,9 +678,6 @@ def _show(ctx: Context, layer: Layer, q: Tensor, mask: Visible | Tensor, terms: 
         watch.see(q, k, v, mask, terms)
 
 
-# --- what it costs in quality -------------------------------------------------------------------------------------
-
-
 class Perplexity(NamedTuple):
     before: float
     after: float
@@ -712,13 +690,10 @@ def perplexity_change(
     """exp of the mean negative log-likelihood of ids (b t) from the second token on, by both models."""
     if ids.shape[-1] < 2:
         raise UsageError("perplexity needs rows of at least two tokens: the first is given")
-    return Perplexity(*(_perplexity(m, ids, source) for m in (model, prepared)))
-
-
-def _perplexity(model: Model, ids: Tensor, source: Tensor | None) -> float:
-    total = 0.0
-    for i, row in enumerate(ids):
-        given = {} if source is None else {"source": source[i : i + 1]}
-        logits = model(row[None], **given)[0, :-1].float()
-        total += F.cross_entropy(logits, row[1:], reduction="sum").item()
-    return math.exp(total / (len(ids) * (ids.shape[1] - 1)))
+    totals = [0.0, 0.0]
+    for k, each in enumerate((model, prepared)):
+        for i, row in enumerate(ids):
+            given = {} if source is None else {"source": source[i : i + 1]}
+            logits = each(row[None], **given)[0, :-1].float()
+            totals[k] += F.cross_entropy(logits, row[1:], reduction="sum").item()
+    return Perplexity(*(math.exp(total / ids[:, 1:].numel()) for total in totals))

@@ -35,7 +35,7 @@ from regard.kernels.linear import Packed, packs
 from regard.layers import FeedForward, LabelHead, LMHead, RMSNorm
 from regard.models import Model
 from regard.models.embedding import PatchEmbedding, TokenEmbedding
-from regard.models.recurrent import Recurrence, State, hold
+from regard.models.recurrent import Recurrence
 from regard.moe import MixtureOfExperts
 from regard.position import PositionVectors, RelativeBias
 
@@ -159,19 +159,10 @@ class Steady:
 # --- the parts ----------------------------------------------------------------------------------------------------
 
 
-class SteadyHead(LMHead):
+class SteadyParts:
+    """The products and the sigmoid that several parts call."""
+
     products: Products
-
-    def project(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.products(x, weight, self.bias)
-
-
-class SteadyExperts(MixtureOfExperts):
-    products: Products
-    router_product: Product
-
-    def logits(self, x: Tensor) -> Tensor:
-        return self.router_product(x)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self.products(x, weight, bias)
@@ -180,9 +171,20 @@ class SteadyExperts(MixtureOfExperts):
         return GATE(x)
 
 
-class SteadyGrouped(GroupedQueryAttention):
-    def sigmoid(self, x: Tensor) -> Tensor:
-        return GATE(x)
+class SteadyHead(SteadyParts, LMHead):
+    def project(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.products(x, weight, self.bias)
+
+
+class SteadyExperts(SteadyParts, MixtureOfExperts):
+    router_product: Product
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.router_product(x)
+
+
+class SteadyGrouped(SteadyParts, GroupedQueryAttention):
+    pass
 
 
 class SteadyLatent(LatentAttention):
@@ -232,38 +234,15 @@ class SteadyHard(Hard):
         return (q[..., :, None, :] * k[..., None, :, :]).sum(-1)
 
 
-class SteadyBilinear(Bilinear):
-    products: Products
-
+class SteadyBilinear(SteadyParts, Bilinear):
     def query(self, q: Tensor) -> Tensor:
         return self.products(q, self.weight.t())
 
 
-class SteadyRecurrence(Recurrence):
-    """The cells' equations, in both directions where there are two; padding never moves a state."""
+class SteadyRecurrence(SteadyParts, Recurrence):
+    """The cells' equations."""
 
-    products: Products
-
-    def forward(
-        self, x: Tensor, state: State, lengths: Tensor | None = None
-    ) -> tuple[Tensor, State]:
-        ends: list[State] = []
-        sides = ("", "_reverse") if self.rnn.bidirectional else ("",)
-        for i in range(self.layers):
-            outs = []
-            for side in sides:
-                names = ("weight_ih_l", "weight_hh_l", "bias_ih_l", "bias_hh_l")
-                w, u, b, d = (getattr(self.rnn, f"{name}{i}{side}") for name in names)
-                now = tuple(s[len(ends)] for s in state)
-                inputs, out = self.products(x, w, b).unbind(1), {}
-                for t in reversed(range(len(inputs))) if side else range(len(inputs)):
-                    new = self.cell.gates(inputs[t], self.products(now[0], u, d), now, GATE)
-                    now = new if lengths is None else hold(new, now, lengths > t)
-                    out[t] = now[0]
-                outs.append(torch.stack([out[t] for t in range(len(inputs))], 1))
-                ends.append(now)
-            x = torch.cat(outs, -1)
-        return x, tuple(torch.stack(parts) for parts in zip(*ends, strict=True))
+    forward = Recurrence.plain
 
 
 class SteadyConvolution(nn.Conv2d):
@@ -306,14 +285,6 @@ TABLE: dict[type, Callable[[Any, nn.Module], nn.Module]] = {
     nn.Conv2d: _steady(SteadyConvolution),
 }
 # Parts with weights that need no change.
-STEADY = (
-    TokenEmbedding,
-    PatchEmbedding,
-    PositionVectors,
-    RelativeBias,
-    RMSNorm,
-    nn.LayerNorm,
-    nn.Embedding,
-    # Its weights are run by the cells.
-    nn.RNNBase,
-)
+TABLES = (TokenEmbedding, PatchEmbedding, PositionVectors, RelativeBias, nn.Embedding)
+# The cells run the weights of an RNNBase.
+STEADY = (*TABLES, RMSNorm, nn.LayerNorm, nn.RNNBase)

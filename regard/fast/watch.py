@@ -180,9 +180,6 @@ def watch(model: M, watcher: Watcher) -> M:
     return twin
 
 
-# --- forms of a mechanism -----------------------------------------------------------------------------------------
-
-
 class Formed(Mechanism):
     """A mechanism that has several forms, held to one of them."""
 

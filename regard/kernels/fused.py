@@ -14,15 +14,8 @@ from regard.kernels.c.train import attend, attends
 
 
 def fused(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    *,
-    causal: bool,
-    scale: float | None,
-    dropout: float = 0.0,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None, dropout: float = 0.0
+) -> Tensor:  # fmt: skip
     """q (b h t d), k and v (b g s d). On a GPU, without cuDNN where lengths may change from call to call: it takes some
     60 ms to plan for each new shape, in which the others have long finished. Compiled code has fixed shapes and may
     have it. On a CPU, causal attention that learns has kernels of its own."""

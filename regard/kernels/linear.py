@@ -105,9 +105,6 @@ def half_is_fast() -> bool:
     return packs("cpu", torch.bfloat16)
 
 
-# --- 4 bits -------------------------------------------------------------------------------------------------------
-
-
 class Int4(Layer):
     """W in 4 bits, w = (q - 8) scale + zero with a bf16 scale and zero for each output and GROUP of inputs (5 bits a
     weight in all); x in bf16.

@@ -31,8 +31,8 @@ from regard.data.feed import Batch
 from regard.data.read import needed
 from regard.data.train_tokenizer import KINDS as TOKENIZERS
 from regard.data.train_tokenizer import Recipe, train_tokenizer
-from regard.decode.lookup import Index
 from regard.decode.sampling import beam_search, greedy, min_p, top_k, top_p
+from regard.decode.speculate import Index
 from regard.errors import Notice, UsageError
 from regard.kernels.linear import GROUP, Int4, pack
 from regard.layers import ACTIVATIONS, LM, MLP, Norm
@@ -744,7 +744,7 @@ def rnn_path(x: Numbers, steps: Numbers) -> Tables:
             start = zero.clone()[None].requires_grad_()
             state: tuple = (start,)
             for _ in range(n):
-                state = cell.step(zero[None], state, zero[None], real((factor,))[None], zero, zero)
+                state = cell.gates(zero[None], factor * state[0], state)
             (slope,) = torch.autograd.grad(state[0].sum(), start)
             slopes.append(slope.item())
         rows.append([n, *slopes, n, 1])
@@ -864,7 +864,7 @@ def beam(w: Numbers, x: Numbers, beams: int = 2) -> Tables:
     yield Table("what is found", ["beams", "rank", "tokens", "log p", "p"], rows, "bars")
 
 
-@topic("regard/decode/lookup.py::Index", "regard/decode/draft.py::Draft")
+@topic("regard/decode/speculate.py::Index", "regard/decode/speculate.py::Draft")
 def speculation(
     x: Numbers = (0.5, 0.7, 0.8, 0.9), guesses: int = 4, text: str = "a b c d e a b c d e a b c d f"
 ) -> Tables:

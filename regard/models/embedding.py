@@ -64,9 +64,6 @@ class TokenEmbedding(nn.Module):
         return x if self.project is None else self.project(x)
 
 
-# --- images -------------------------------------------------------------------------------------------------------
-
-
 @settings
 class Patches:
     """An image of `size` x `size` cut into `patch` x `patch` squares, each a token; `extra` learned tokens stand

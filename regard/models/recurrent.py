@@ -63,9 +63,6 @@ class Cell:
     fast: Callable[..., nn.RNNBase]
     state: tuple[str, ...]
 
-    def step(self, x: Tensor, state: State, w: Tensor, u: Tensor, b: Tensor, d: Tensor) -> State:
-        return self.gates(F.linear(x, w, b), F.linear(state[0], u, d), state)
-
 
 CELLS: dict[str, Cell] = {
     "elman": Cell(elman, nn.RNN, ("h",)),
@@ -100,19 +97,30 @@ class Recurrence(nn.Module):
         y, _ = pad_packed_sequence(y, batch_first=True, total_length=x.shape[1])
         return y, hold(new if len(state) > 1 else (new,), state, lengths > 0)
 
-    def plain(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """The same written out, for one direction: layer by layer, token by token."""
-        ends = []
+    def plain(self, x: Tensor, state: State, lengths: Any = None) -> tuple[Tensor, State]:
+        """The same written out: layer by layer, in each direction, token by token; padding never moves a state."""
+        ends: list[State] = []
         for i in range(self.layers):
-            names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-            w, u, b, d = (getattr(self.rnn, f"{name}_l{i}") for name in names)
-            now, out = tuple(s[i] for s in state), []
-            for token in x.unbind(1):
-                now = self.cell.step(token, now, w, u, b, d)
-                out.append(now[0])
-            x = torch.stack(out, 1)
-            ends.append(now)
+            outs = []
+            for side in ("", "_reverse") if self.rnn.bidirectional else ("",):
+                names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+                w, u, b, d = (getattr(self.rnn, f"{name}_l{i}{side}") for name in names)
+                now = tuple(s[len(ends)] for s in state)
+                inputs, out = self.product(x, w, b).unbind(1), {}
+                for t in reversed(range(len(inputs))) if side else range(len(inputs)):
+                    new = self.cell.gates(inputs[t], self.product(now[0], u, d), now, self.sigmoid)
+                    now = new if lengths is None else hold(new, now, lengths > t)
+                    out[t] = now[0]
+                outs.append(torch.stack([out[t] for t in range(len(inputs))], 1))
+                ends.append(now)
+            x = torch.cat(outs, -1)
         return x, tuple(torch.stack(parts) for parts in zip(*ends, strict=True))
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x)
 
     def cache_specs(self) -> list[CacheSpec]:
         return [CacheSpec(state={n: (self.dim,) for n in self.cell.state})] * self.layers
@@ -163,13 +171,7 @@ class MemoryAttention(nn.Module):
         return kept, ctx.visible(pos)
 
     def forward(
-        self,
-        q: Tensor,
-        kept: Entries,
-        mask: Seen = None,
-        *,
-        probe: Any = None,
-        backend: str = "sdpa",
+        self, q: Tensor, kept: Entries, mask: Seen = None, probe: Any = None, backend: str = "sdpa"
     ) -> Tensor:
         s, fused = self.score, self.score.fused
         q, k = s.query(q), kept["h" if fused else "k"]
@@ -274,9 +276,6 @@ class BahdanauDecoder(nn.Module):
 Decoder = LuongDecoder | BahdanauDecoder
 
 
-# --- the language model -------------------------------------------------------------------------------------------
-
-
 @settings
 class RecurrentConfig:
     """A language model of stacked cells. `attention` is the score (dot, scaled_dot, bilinear, additive) by which each
@@ -314,14 +313,9 @@ class Recurrent(Model):
         self.dropout = nn.Dropout(c.dropout)
 
     def hidden(
-        self,
-        ids: Tensor,
-        lengths: Lengths = None,
-        *,
-        cache: Cache | None = None,
-        probe: Any = None,
-        backend: str = "sdpa",
-    ) -> Tensor:
+        self, ids: Tensor, lengths: Lengths = None, *, cache: Cache | None = None, probe: Any = None,
+        backend: str = "sdpa"
+    ) -> Tensor:  # fmt: skip
         """What the head reads (b t m)."""
         check_ids(ids, self.config.vocab)
         probe = self.probe_of(ids, probe)
@@ -338,9 +332,6 @@ class Recurrent(Model):
     def cache_specs(self) -> list[CacheSpec]:
         *below, top = self.decoder.rnn.cache_specs()
         return [*below, replace(top, token=_kept(self.decoder))]
-
-
-# --- from sequence to sequence ------------------------------------------------------------------------------------
 
 
 @settings
@@ -406,16 +397,9 @@ class Seq2Seq(Model):
         return memory, pos, state
 
     def hidden(
-        self,
-        ids: Tensor,
-        lengths: Lengths = None,
-        *,
-        source: Tensor | None = None,
-        source_lengths: Lengths = None,
-        cache: Cache | None = None,
-        probe: Any = None,
-        backend: str = "sdpa",
-    ) -> Tensor:
+        self, ids: Tensor, lengths: Lengths = None, *, source: Tensor | None = None, source_lengths: Lengths = None,
+        cache: Cache | None = None, probe: Any = None, backend: str = "sdpa"
+    ) -> Tensor:  # fmt: skip
         """What the head reads (b t m). With a cache the source is needed on the first call only: its memory is kept,
         frozen, in `cache.cross`."""
         c, rnn = self.config, self.decoder.rnn
@@ -445,9 +429,6 @@ class Seq2Seq(Model):
 
     def cache_specs(self) -> list[CacheSpec]:
         return self.decoder.rnn.cache_specs()
-
-
-# --- small helpers ------------------------------------------------------------------------------------------------
 
 
 def _check(config: RecurrentConfig | Seq2SeqConfig, memory_dim: int) -> None:

@@ -68,7 +68,11 @@ def initialize(model: nn.Module, start: Start) -> None:
                 if name.endswith(("wo.weight", "down.weight", "ffn.down")):
                     nn.init.normal_(weight, std=start.std / (2 * len(part.blocks)) ** 0.5)
         if isinstance(part, (LMHead, LabelHead)) and start.scheme == "modernbert":
-            _modern_head(part, start.std / (2 * layers) ** 0.5)
+            for matrix in (getattr(part.dense, "weight", None), getattr(part, "weight", None)):
+                if matrix is not None:
+                    nn.init.normal_(matrix, std=start.std / (2 * layers) ** 0.5)
+            if isinstance(part, LabelHead):
+                nn.init.normal_(part.out.weight, std=part.out.in_features**-0.5)
         if isinstance(part, GroupedQueryAttention) and start.scheme == "t5":
             part.wq.weight.div_(part.d**0.5)
         # gpt-oss, whose they are
@@ -100,11 +104,3 @@ def _tables(part: TokenEmbedding | PositionVectors | PatchEmbedding, start: Star
     c = part.config
     if isinstance(part, PositionVectors) and isinstance(c, Learned) and c.skip is not None:
         part.weight[c.offset - 1].zero_()  # of padding
-
-
-def _modern_head(head: LMHead | LabelHead, std: float) -> None:
-    for weight in (getattr(head.dense, "weight", None), getattr(head, "weight", None)):
-        if weight is not None:
-            nn.init.normal_(weight, std=std)
-    if isinstance(head, LabelHead):
-        nn.init.normal_(head.out.weight, std=head.out.in_features**-0.5)

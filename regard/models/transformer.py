@@ -38,9 +38,6 @@ def embed(
     return part(ids, pos, types), pos
 
 
-# --- one tower ----------------------------------------------------------------------------------------------------
-
-
 @settings
 class TransformerConfig:
     """Decoder-only (tower.causal) or encoder-only, on tokens or image patches."""
@@ -83,16 +80,9 @@ class Transformer(Model):
         return self.logits(h)
 
     def hidden(
-        self,
-        ids: Tensor,
-        lengths: Lengths = None,
-        *,
-        types: Tensor | None = None,
-        cache: Cache | None = None,
-        mask: Mask | None = None,
-        probe: Any = None,
-        backend: str = "sdpa",
-    ) -> Tensor:
+        self, ids: Tensor, lengths: Lengths = None, *, types: Tensor | None = None, cache: Cache | None = None,
+        mask: Mask | None = None, probe: Any = None, backend: str = "sdpa"
+    ) -> Tensor:  # fmt: skip
         """The tower's last hidden states (b t m). `mask` replaces the tower's own (documents, prefix, ...)."""
         c = self.config
         check_backend(backend)
@@ -125,9 +115,6 @@ def mean_real(h: Tensor, lengths: Lengths) -> Tensor:
     n = torch.as_tensor(lengths, device=h.device)[:, None]
     real = torch.arange(h.shape[1], device=h.device)[None] < n
     return (h * real[..., None]).sum(1) / n.clamp(min=1)
-
-
-# --- two towers ---------------------------------------------------------------------------------------------------
 
 
 @settings
@@ -188,17 +175,9 @@ class EncoderDecoder(Model):
         return self.encoder(x, ctx), pos
 
     def hidden(
-        self,
-        ids: Tensor,
-        lengths: Lengths = None,
-        *,
-        source: Tensor | None = None,
-        source_lengths: Lengths = None,
-        cache: Cache | None = None,
-        mask: Mask | None = None,
-        probe: Any = None,
-        backend: str = "sdpa",
-    ) -> Tensor:
+        self, ids: Tensor, lengths: Lengths = None, *, source: Tensor | None = None, source_lengths: Lengths = None,
+        cache: Cache | None = None, mask: Mask | None = None, probe: Any = None, backend: str = "sdpa"
+    ) -> Tensor:  # fmt: skip
         """Target ids (b t) and source (b s) -> the decoder's last hidden states (b t m). With a cache the source is
         needed on the first call only: its keys and values are kept, frozen, in `cache.cross`."""
         c = self.config

@@ -17,7 +17,7 @@ import torch
 from regard.checkpoint import load as load_model
 from regard.checkpoint.adapter import load_adapter, save_adapter
 from regard.checkpoint.hf import Origin
-from regard.config import parts, to_dict
+from regard.config import having, to_dict
 from regard.data.config import CHATS, Data, Loaded, text_roles
 from regard.data.config import load as load_data
 from regard.data.corrupt import Marks
@@ -189,7 +189,7 @@ def placed(data: dict[str, Any], name: str) -> list[str]:
     """`name` itself if it is plain and known; of a dotted one all places nearest to the top:
     attention.kv_heads is tower.attention.kv_heads, or that of both towers."""
     first, dot, _ = name.partition(".")
-    places = dict(parts(data, first))
+    places = dict(having(data, first))
     depth = min((where.count(".") for where in places), default=0)
     top = [where for where in places if where.count(".") == depth]
     used = [where for where in top if places[where][first] is not None] or top

@@ -137,7 +137,7 @@ def test_text_is_the_same_when_preempted_at_any_step(
     events: list[Event] = []
     while not engine.idle:
         events += engine.step()
-        running = len(list(engine._all())) - len(engine.waiting)
+        running = len(list(engine._active()))
         if running > 1 and rng.random() < 0.5:
             with torch.inference_mode():
                 engine._preempt()

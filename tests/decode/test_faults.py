@@ -324,7 +324,7 @@ def test_ledger_is_even_after_thousands_of_random_operations(seed: int, prefix: 
             open_.add(engine.submit(request("gqa_rope", prompt, s, key=operations, deadline=late)))
         elif what < 0.35 and open_:
             note(engine.cancel(rng.choice(sorted(open_))))
-        elif what < 0.38 and len(list(engine._all())) - len(engine.waiting) > 1:
+        elif what < 0.38 and len(list(engine._active())) > 1:
             with torch.inference_mode():
                 engine._preempt()
         elif what < 0.40:  # a quiet point

@@ -11,7 +11,7 @@ import torch
 
 import regard
 from regard.decode.engine import Engine
-from regard.decode.rows import packed
+from regard.decode.lane import packed
 from regard.decode.settings import Settings
 from regard.errors import UsageError
 from tests.decode.test_steps import Fragile

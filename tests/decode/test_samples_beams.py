@@ -8,8 +8,8 @@ import torch
 
 from regard.decode.beam import Group, Search, Shape
 from regard.decode.engine import Engine
+from regard.decode.lane import Row
 from regard.decode.plain import PlainLane, sources
-from regard.decode.rows import Row
 from regard.decode.settings import Settings
 from tests.decode.tiny import (
     Counted,

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.decode.columns import adjusted, uses
-from regard.decode.lane import Slot
+from regard.decode.lane import Row, Slot
 from regard.decode.plain import PlainLane
-from regard.decode.rows import Row
 from regard.decode.sampling import (
+    adjusted,
     draw,
     greedy,
     min_p,
@@ -21,6 +20,7 @@ from regard.decode.sampling import (
     top_p,
     typical_p,
     uniform,
+    uses,
 )
 from regard.decode.settings import Request, Settings
 from regard.errors import UsageError
@@ -113,7 +113,7 @@ def drawn(logits: Tensor, settings: Settings, rows: int = 2000) -> Tensor:
     """How often each token was chosen in DRAWS draws: `rows` requests at many positions each."""
     many, counts = lane([settings] * rows), torch.zeros(logits.shape[-1])
     for _ in range(DRAWS // rows):
-        used = many.used(many.rows)
+        used = uses(settings)
         tokens = many.pick(logits.expand(rows, -1), many.rows, list(range(rows)), used)
         counts += torch.bincount(tokens, minlength=logits.shape[-1])
         for row in many.rows:

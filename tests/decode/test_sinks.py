@@ -17,8 +17,8 @@ from regard.attention.protocol import Context
 from regard.block import Tower
 from regard.cache import FIRST, Sinks
 from regard.decode.engine import Engine
+from regard.decode.plain import streams
 from regard.decode.settings import Request, Result, Settings
-from regard.decode.window import streams
 from regard.errors import UsageError
 from regard.layers import LM, MLP
 from regard.mask import Causal, Span

@@ -67,7 +67,7 @@ def test_lookup_emits_events_in_order() -> None:
 
 def test_lookup_finds_the_latest_longest_run() -> None:
     """Held against a plain search through the whole text."""
-    from regard.decode.lookup import LONGEST, Index
+    from regard.decode.speculate import LONGEST, Index
 
     def plainly(text: list[int], room: int) -> list[int]:
         for n in range(min(LONGEST, len(text) - 1), 0, -1):

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.decode.columns import FILTERS
 from regard.decode.engine import Engine
-from regard.decode.sampling import draw, uniform
+from regard.decode.sampling import FILTERS, draw, uniform
 from regard.decode.settings import Request, Result, Settings
 from regard.kernels.triton.prompt import Pack
 

@@ -64,13 +64,17 @@ class Watch:
 # --- parts --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("layers", [1, 3])
 @every_cell
-def test_cell_written_out_equals_torch(cell, layers):
-    rnn = Recurrence(cell, 5, 4, layers, 0.0)
+def test_cell_written_out_equals_torch(cell, layers, both):
+    rnn = Recurrence(cell, 5, 4, layers, 0.0, both)
     x = torch.randn(2, 7, 5)
     state = tuple(torch.randn_like(s) for s in rnn.start(x))
     assert_close(rnn.plain(x, state), rnn(x, state))
+    n = torch.tensor([7, 4])
+    (plain, ends), (fused, want) = rnn.plain(x, state, n), rnn(x, state, n)
+    assert_close((plain[0], plain[1, :4], ends), (fused[0], fused[1, :4], want))
 
 
 @every_cell
@@ -139,7 +143,8 @@ def test_bahdanau_step_asks_with_the_previous_state():
     kept = {"h": memory, "k": step.attention.score.key(memory)}
     a = torch.softmax(step.attention.score(h[:, None], memory), -1)
     x = torch.cat([y, (a @ memory)[:, 0]], -1)
-    (expected,) = CELLS["gru"].step(x, (h,), *step.rnn.rnn.all_weights[0])
+    w, u, b, d = step.rnn.rnn.all_weights[0]
+    (expected,) = CELLS["gru"].gates(x @ w.T + b, h @ u.T + d, (h,))
     assert_close(step(y, (h[None],), kept)[0][0], expected)
 
 

@@ -44,20 +44,12 @@ def usable(precision: str) -> bool:
 
 
 def plain(
-    x: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    act: str = "",
-    gated: bool = False,
-    add: Tensor | None = None,
+    x: Tensor, w: Tensor, b: Tensor | None, act: str = "", gated: bool = False, add: Any = None
 ) -> Tensor:
     """act(x w^T + b) + add; `gated`: w is [gate ; up], act(gate x) * up x."""
-    y = F.linear(x, w, b)
-    if gated:
-        gate, up = y.chunk(2, -1)
-        y = ACTIVATIONS[act](gate) * up
-    else:
-        y = ACTIVATIONS[act](y)
+    y, *up = F.linear(x, w, b).chunk(2 if gated else 1, -1)
+    y = ACTIVATIONS[act](y)
+    y = y * up[0] if gated else y
     return y if add is None else y + add
 
 
@@ -111,15 +103,9 @@ class NativeLinear(Layer):
     """`plain` for a weight (n k) and bias (n), packed; y is `out`, or of the dtype of x."""
 
     def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        precision: str,
-        *,
-        act: str = "",
-        gated: bool = False,
-        out: torch.dtype | None = torch.float32,
-    ):
+        self, weight: Tensor, bias: Tensor | None, precision: str, *, act: str = "", gated: bool = False,
+        out: torch.dtype | None = torch.float32
+    ):  # fmt: skip
         super().__init__()
         n, self.k = weight.shape
         self.n, self.gated, self.precision, self.out = n // 2 if gated else n, gated, precision, out

@@ -37,23 +37,17 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch  # noqa: F401  its OpenMP runtime must be loaded first: the library is to share its threads
 
 SOURCES = Path(__file__).parent
 AVX512 = "avx512f avx512bw avx512cd avx512dq avx512vl"
+BF16, V4_BF16 = f"{AVX512} avx512_vnni avx512_bf16", "-march=x86-64-v4 -mavx512vnni -mavx512bf16"
 # Best first: the machine, what the CPU must have by the names in /proc/cpuinfo, and what the compiler is told.
 FORMS = {
-    "amx": (
-        "x86_64",
-        f"{AVX512} avx512_vnni avx512_bf16 amx_tile amx_bf16 amx_int8",
-        "-march=x86-64-v4 -mavx512vnni -mavx512bf16 -mamx-tile -mamx-bf16 -mamx-int8",
-    ),
-    "avx512bf16": (
-        "x86_64",
-        f"{AVX512} avx512_vnni avx512_bf16",
-        "-march=x86-64-v4 -mavx512vnni -mavx512bf16",
-    ),
+    "amx": ("x86_64", f"{BF16} amx_tile amx_bf16 amx_int8", f"{V4_BF16} -mamx-tile -mamx-bf16 -mamx-int8"),
+    "avx512bf16": ("x86_64", BF16, V4_BF16),
     "avx512": ("x86_64", f"{AVX512} avx512_vnni", "-march=x86-64-v4 -mavx512vnni"),
     "avx512f": ("x86_64", AVX512, "-march=x86-64-v4"),
     "avx2vnni": ("x86_64", "avx2 fma avx_vnni", "-march=x86-64-v3 -mavxvnni"),
@@ -61,7 +55,7 @@ FORMS = {
     "sse": ("x86_64", "", "-march=x86-64"),
     "dotprod": ("aarch64", "asimddp", "-march=armv8.2-a+dotprod"),
     "neon": ("aarch64", "", "-march=armv8-a"),
-}
+}  # fmt: skip
 # Not -ffast-math: NaN must stay NaN, and linking with it would flush denormals in the whole process. On ARM gcc's
 # first scheduling moves loads so far ahead that sums leave the registers.
 FLAGS = shlex.split(
@@ -70,8 +64,6 @@ FLAGS = shlex.split(
     "-fno-schedule-insns"
 )
 PATIENCE = 300  # seconds for the compiler
-
-
 LATER = "it is not compiled yet"
 
 
@@ -103,11 +95,8 @@ def _found(compile: bool = False) -> tuple[ctypes.CDLL | None, str]:
 def forms() -> list[str]:
     """The forms of the code that this CPU can run, best first."""
     machine, found = platform.machine(), set(_cpu().split())
-    able = [
-        n
-        for n, (kind, needs, _) in FORMS.items()
-        if kind == machine and found.issuperset(needs.split())
-    ]
+    mine = {name: needs.split() for name, (kind, needs, _) in FORMS.items() if kind == machine}
+    able = [name for name, needs in mine.items() if found.issuperset(needs)]
     return able if "amx" not in able or _tiles_allowed() else able[1:]
 
 
@@ -169,14 +158,9 @@ def compiled(form: str, folder: Path) -> Path:
     with tempfile.TemporaryDirectory(prefix=".regard-", dir=folder) as work:
 
         def run(*arguments: str) -> None:
+            how: Any = {"cwd": work, "capture_output": True, "text": True, "timeout": PATIENCE}
             try:
-                done = subprocess.run(
-                    [*compiler, *arguments],
-                    cwd=work,
-                    capture_output=True,
-                    text=True,
-                    timeout=PATIENCE,
-                )
+                done = subprocess.run([*compiler, *arguments], **how)
             except OSError:
                 reason = f"no C compiler {compiler[0]!r}; install gcc or name one in $CC"
                 raise RuntimeError(reason) from None

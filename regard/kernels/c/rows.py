@@ -49,22 +49,10 @@ def learns(*inputs: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
-# --- attention of one token ---------------------------------------------------------------------------------------
-
-
 def attend_one(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pos: Tensor,
-    *,
-    scale: float,
-    place: Tensor | None = None,
-    page: int = 0,
-    share: int = 1,
-    window: int | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, *, scale: float, place: Tensor | None = None, page: int = 0,
+    share: int = 1, window: int | None = None, bias: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """o_ij = sum over p of softmax_p(scale q_ij . k_p + bias_ijp) v_p, for one new token a row.
 
     q (r h d), k (R S g d), v (R S g e), pos (r) int64, bias (1 or r, h, > pos) -> (r h e) float32. Row i sees the slots
@@ -108,18 +96,9 @@ def attend_one(
 
 
 def plain_attend_one(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pos: Tensor,
-    *,
-    scale: float,
-    place: Tensor | None = None,
-    page: int = 0,
-    share: int = 1,
-    window: int | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, *, scale: float, place: Tensor | None = None, page: int = 0,
+    share: int = 1, window: int | None = None, bias: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """What `attend_one` computes."""
     (r, h, _), s = q.shape, max(pos.tolist(), default=-1) + 1
     slot = torch.arange(s, device=q.device)
@@ -140,23 +119,10 @@ def plain_attend_one(
     return torch.einsum("rhs,rshe->rhe", weights, v.masked_fill(~seen[..., None, None], 0))
 
 
-# --- turning, and entering the cache ------------------------------------------------------------------------------
-
-
 def enter(
-    qkv: Tensor,
-    heads: int,
-    groups: int,
-    width: int,
-    value_width: int,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    layout: str,
-    k_store: Tensor,
-    v_store: Tensor,
-    pos: Tensor,
-    home: Tensor | None = None,
-) -> None:
+    qkv: Tensor, heads: int, groups: int, width: int, value_width: int, cos: Tensor | None, sin: Tensor | None,
+    layout: str, k_store: Tensor, v_store: Tensor, pos: Tensor, home: Tensor | None = None
+) -> None:  # fmt: skip
     """Turns q and k of qkv (r, (h + g) d + g e) where they are, as `position.rotate` does by `Rope.angles` cos and sin
     (r or 1, 1, 1, n), and writes k to k_store[i, pos_i] (R S g d), v to v_store (R S g e); nothing where pos_i is -1.
     `home` (r) names the rows of the stores if they are not those of qkv.
@@ -181,35 +147,18 @@ def enter(
         n = cos.shape[-1]
         angles = (n, cos.data_ptr(), sin.data_ptr(), n if cos.numel() > n else 0)
     sizes = (r, heads, groups, width, value_width, layout == "interleaved", half)
-    outside = call(
-        ENTER.pack(
-            *sizes,
-            *(*k_store.shape[:2], *angles),
-            *(qkv.data_ptr(), qkv.stride(0)),
-            *(k_store.data_ptr(), *k_store.stride()[:3]),
-            *(v_store.data_ptr(), *v_store.stride()[:3]),
-            *(pos.data_ptr(), 0 if home is None else home.data_ptr()),
-        )
-    )
-    if outside:
+    given = (*k_store.shape[:2], *angles, qkv.data_ptr(), qkv.stride(0))
+    stores = [n for x in (k_store, v_store) for n in (x.data_ptr(), *x.stride()[:3])]
+    places = (pos.data_ptr(), 0 if home is None else home.data_ptr())
+    if call(ENTER.pack(*sizes, *given, *stores, *places)):
         raise IndexError("enter: a position lies outside of the cache")
     return None
 
 
 def plain_enter(
-    qkv: Tensor,
-    heads: int,
-    groups: int,
-    width: int,
-    value_width: int,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    layout: str,
-    k_store: Tensor,
-    v_store: Tensor,
-    pos: Tensor,
-    home: Tensor | None = None,
-) -> None:
+    qkv: Tensor, heads: int, groups: int, width: int, value_width: int, cos: Tensor | None, sin: Tensor | None,
+    layout: str, k_store: Tensor, v_store: Tensor, pos: Tensor, home: Tensor | None = None
+) -> None:  # fmt: skip
     """What `enter` does."""
     qk, v = qkv.split(((heads + groups) * width, groups * value_width), -1)
     qk = qk.unflatten(-1, (heads + groups, width))  # r (h + g) d
@@ -227,9 +176,6 @@ def plain_enter(
     at = row if home is None else home[row]
     k_store[at, pos[row]] = qk[row, heads:].to(k_store.dtype)
     v_store[at, pos[row]] = v[row].unflatten(-1, (groups, value_width)).to(v_store.dtype)
-
-
-# --- norms --------------------------------------------------------------------------------------------------------
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str) -> Tensor:
@@ -256,9 +202,6 @@ def plain_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind:
     if kind == "rms":
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
-
-
-# --- the choice among logits --------------------------------------------------------------------------------------
 
 
 def choose(logits: Tensor, k: int, banned: Sequence[int] = ()) -> tuple[Tensor, Tensor, Tensor]:

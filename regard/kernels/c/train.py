@@ -28,28 +28,35 @@ def gelu_tanh(x: Tensor) -> Tensor:
     known = x.is_cpu and x.dtype in HALF and type(x) is Tensor
     if not (learning and known) or call_of("gelu") is None:
         return F.gelu(x, approximate="tanh")
-    return _Gelu.apply(x.contiguous())
+    return _Gelu.apply(x.contiguous(), None)
 
 
 class _Gelu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return _gelu(x, None)
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        return _gelu(x, bias, None)[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return _gelu(x, dy.contiguous())
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, bias = ctx.saved_tensors
+        return _gelu(x, bias, dy.contiguous())
 
 
-def _gelu(x: Tensor, dy: Tensor | None) -> Tensor:
-    call, out = call_of("gelu"), torch.empty_like(x)
+def _gelu(x: Tensor, bias: Tensor | None, dy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """What it gives, and on the way back, with dy, the gradients by x and by the bias."""
+    call, out = call_of("gelu" if bias is None else "bias_gelu"), torch.empty_like(x)
     assert call is not None
     slope = 0 if dy is None else dy.data_ptr()
-    call(GELU.pack(x.numel(), HALF[x.dtype], x.data_ptr(), slope, out.data_ptr()))
-    return out
+    if bias is None:
+        call(GELU.pack(x.numel(), HALF[x.dtype], x.data_ptr(), slope, out.data_ptr()))
+        return out, None
+    rows, width = x.numel() // len(bias), len(bias)
+    sums = x.new_empty(0 if dy is None else -(-rows // RUN), width)
+    given = (x.data_ptr(), bias.data_ptr(), slope)
+    call(BIAS.pack(rows, width, RUN, *given, out.data_ptr(), sums.data_ptr()))
+    return out, sums.sum(0)
 
 
 def takes_bias(x: Tensor, bias: Tensor) -> bool:
@@ -62,31 +69,7 @@ def takes_bias(x: Tensor, bias: Tensor) -> bool:
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     """gelu_tanh(x + bias): neither the sum nor the gradient by the bias takes a pass of its own."""
-    return _BiasGelu.apply(x.contiguous(), bias.contiguous())
-
-
-class _BiasGelu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, bias)
-        return _bias_gelu(x, bias, None)[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        x, bias = ctx.saved_tensors
-        return _bias_gelu(x, bias, dy.contiguous())
-
-
-def _bias_gelu(x: Tensor, bias: Tensor, dy: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What it gives, and on the way back, with dy, the gradients by x and by the bias."""
-    call, out, width = call_of("bias_gelu"), torch.empty_like(x), len(bias)
-    assert call is not None
-    rows = x.numel() // width
-    sums = x.new_empty(0 if dy is None else -(-rows // RUN), width)
-    given = [x.data_ptr(), bias.data_ptr(), 0 if dy is None else dy.data_ptr()]
-    call(BIAS.pack(rows, width, RUN, *given, out.data_ptr(), sums.data_ptr()))
-    return out, sums.sum(0)
+    return _Gelu.apply(x.contiguous(), bias.contiguous())
 
 
 def attends(q: Tensor, k: Tensor, v: Tensor) -> bool:

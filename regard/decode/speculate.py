@@ -1,19 +1,54 @@
-"""Speculation by a small model: it guesses the next tokens greedily, the large one checks them in one pass.
-
-Which tokens are guessed never changes the text (see plain.py); a better draft only makes more guesses right.
+"""Guesses of the next tokens, which plain.py checks in one pass. Which are guessed never changes the text; better ones
+only make more guesses right.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from regard.cache import Contiguous
 
+LONGEST = 3  # tokens that are looked up together; fewer where so many do not recur
+
+
+class Index:
+    """Guessing by looking up (Saxena 2023): where each run of 1 to LONGEST tokens was last followed by another; grows
+    with the text, a few steps a token."""
+
+    def __init__(self, text: Sequence[int]):
+        self.text: list[int] = []
+        self.found: dict[tuple[int, ...], int] = {}  # a run of tokens -> the place after it
+        self.extend(text)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            end = len(self.text)  # runs that end here are followed by `token` now
+            for n in range(1, min(LONGEST, end) + 1):
+                self.found[tuple(self.text[end - n : end])] = end
+            self.text.append(token)
+
+    def after(self, room: int) -> list[int]:
+        """Up to `room` tokens that followed the text's end the last time, by the longest run that is known."""
+        for n in range(min(LONGEST, len(self.text)), 0, -1):
+            place = self.found.get(tuple(self.text[-n:]))
+            if place is not None:
+                return self.text[place : place + room]
+        return []
+
+
+def padded(texts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids (n t) and lengths (n) of texts."""
+    width = max(map(len, texts))
+    ids = torch.tensor([text + [0] * (width - len(text)) for text in texts], device=device)
+    return ids, torch.tensor([len(text) for text in texts], device=device)
+
 
 class Draft:
-    """A draft model and its own cache, one row for each row of a lane."""
+    """A small model that guesses greedily, and its own cache, one row for each row of a lane."""
 
     def __init__(self, model: Any):
         self.model = model
@@ -37,9 +72,7 @@ class Draft:
         device = self.cache.device
         held = self.cache.lengths.tolist()
         fresh = [text[n:] if r else [] for text, n, r in zip(texts, held, room, strict=True)]
-        width = max(map(len, fresh))
-        lengths = torch.tensor([len(f) for f in fresh], device=device)
-        ids = torch.tensor([f + [0] * (width - len(f)) for f in fresh], device=device)
+        ids, lengths = padded(fresh, device)
         said = [self.model.next_logits(ids, lengths, cache=self.cache).argmax(-1)]
         rooms = torch.tensor(room, device=device)
         # A state takes one call back, and guessing takes several: a fork of it is led astray.
