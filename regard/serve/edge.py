@@ -88,6 +88,7 @@ class Exchange:
     began: float = field(default_factory=time.monotonic)
     status: int = 0  # of the answer, once it has begun
     first: float | None = None  # when the first token came
+    named: int = 0  # events that had a name
     user: Key | None = None
     note: dict[str, Any] = field(default_factory=dict)  # for the log: numbers and names of ours
 
@@ -182,7 +183,7 @@ class Exchange:
     async def refuse(self, error: Refusal) -> None:
         """An error: as the answer, or, where that has begun, as its last event."""
         if self.status:
-            await self.events([error.body], last=True)
+            await self.events([{"type": "error", **error.body}], True, self.named > 0)
             return
         headers = {"retry-after": str(max(1, round(error.wait)))} if error.wait else {}
         # Something of its body may be left unread.
@@ -195,10 +196,12 @@ class Exchange:
         await self.begin(200, headers | {"x-accel-buffering": "no"})
 
     async def events(self, data: list[Any], last: bool = False, named: bool = False) -> None:
-        """Events, in one write; `named` by their type, as those of /v1/responses are."""
+        """Events, in one write; `named` by their type and numbered, as those of /v1/responses are."""
         body = b""
         for each in data:
-            body += b"event: " + each["type"].encode() + b"\n" if named else b""
+            if named:
+                body += b"event: " + each["type"].encode() + b"\n"
+                each["sequence_number"], self.named = self.named, self.named + 1
             body += b"data: " + msgspec.json.encode(each) + b"\n\n"
         await self.write({"type": "http.response.body", "body": body, "more_body": not last})
 

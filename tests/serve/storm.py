@@ -112,7 +112,8 @@ def spoil(client: Client, count: int, seed: int = 0) -> dict[int, int]:
     return counts
 
 
-def equal(client: Client, count: int, others: int = 64, seed: int = 0) -> None:
+def equal(client: Client, count: int, others: int = 256, seed: int = 0) -> None:
+    """Random requests: `others` of them at once, whole and streamed, and then each alone."""
     rng = random.Random(seed)
     for start in range(0, count, others):
         asked = [random_body(rng) for _ in range(min(others, count - start))]
@@ -249,12 +250,20 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("requests", "mutated", "streams", "schemas"):
         parser.add_argument(f"--{name}", type=int, default=0)
+    parser.add_argument(
+        "--others", type=int, default=256, help="requests that run beside each other"
+    )
+    parser.add_argument("--dtype", default="fp32", help="of --requests")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
+    Client.timeout = 600.0
     if asked.requests:
-        options = Options(invariant=True, rows=64)
-        with running({"demo": "demo"}, options=options, limits=Limits(queue=1024)) as client:
-            equal(client, asked.requests, seed=asked.seed)
+        options, limits = (
+            Options(invariant=True, rows=asked.others, dtype=asked.dtype),
+            Limits(queue=4 * asked.others),
+        )
+        with running({"demo": "demo"}, options=options, limits=limits) as client:
+            equal(client, asked.requests, asked.others, asked.seed)
     with running({"demo": "demo"}, limits=Limits(queue=2048, streams=2048)) as client:
         if asked.mutated:
             spoil(client, 500, asked.seed + 1)

@@ -66,7 +66,7 @@ def test_vectors_labels_and_words(client: Client, folders: dict[str, Path]) -> N
         found = [
             np.frombuffer(base64.b64decode(row["embedding"]), np.float32) for row in answer["data"]
         ]
-        np.testing.assert_array_equal(found, regard.embed(folders[name], TEXTS))
+        np.testing.assert_array_equal(found, regard.embed(folders[name], TEXTS, normalize=True))
     answer = client.post("/v1/classify", {"model": "labels", "input": TEXTS, "top": 2})
     for row, ranking in zip(answer["data"], regard.classify(folders["labels"], TEXTS), strict=True):
         assert [(x["label"], x["score"]) for x in row["labels"]] == ranking[:2]
