@@ -59,12 +59,14 @@ class Refusal(Exception):
     """An answer that is an error, in OpenAI's shape."""
 
     def __init__(
-        self, status: int, message: str, param: Any = None, code: Any = None, wait: float = 0
-    ):
+        self, status: int, message: str, param: Any = None, code: Any = None, wait: float = 0,
+        **headers: str,
+    ):  # fmt: skip
         super().__init__(message)
         kind = KINDS.get(status, "invalid_request_error")
         error = {"message": message, "type": kind, "param": param, "code": code}
-        self.status, self.wait, self.body = status, wait, {"error": error}
+        self.status, self.body, self.headers = status, {"error": error}, headers
+        self.headers |= {"retry-after": str(max(1, round(wait)))} if wait else {}
 
 
 def refused(error: UsageError, param: str | None = None) -> Refusal:
@@ -185,10 +187,9 @@ class Exchange:
         if self.status:
             await self.events([{"type": "error", **error.body}], True, self.named > 0)
             return
-        headers = {"retry-after": str(max(1, round(error.wait)))} if error.wait else {}
         # Something of its body may be left unread.
-        headers |= {"connection": "close"} if error.status in (408, 413, 431) else {}
-        await self.json(error.body, error.status, **headers)
+        closing = {"connection": "close"} if error.status in (408, 413, 431) else {}
+        await self.json(error.body, error.status, **error.headers, **closing)
 
     async def stream(self) -> None:
         """Begin an answer of events."""
@@ -261,7 +262,7 @@ class Guard:
         found = [k for k in self.keys if compare_digest(k.sha256, digest)]
         if scheme.lower() != "bearer" or not found:
             why = "this server needs an API key: Authorization: Bearer KEY"
-            raise Refusal(401, why, code="invalid_api_key")
+            raise Refusal(401, why, code="invalid_api_key", **{"www-authenticate": "Bearer"})
         x.user = found[0]
         for kind in ("requests", "tokens"):
             if (left := self.left(x.user, kind)) < 1:

@@ -194,7 +194,7 @@ def random_schema(rng: random.Random, depth: int = 0) -> Any:
     if kind == "pattern":
         return {"type": "string", "pattern": rng.choice(PATTERNS), "maxLength": 12}
     if kind == "format":
-        return {"type": "string", "format": rng.choice(["date", "time", "uuid", "ipv4"])}
+        return {"type": "string", "format": rng.choice(["date", "uuid", "ipv4", "ipv6"])}
     if kind == "string":
         return {"type": "string", "minLength": rng.randint(0, 2), "maxLength": rng.randint(2, 6)}
     if kind == "integer":

@@ -196,3 +196,10 @@ def test_seeds(plain: Client) -> None:
         for seed in (0, 0, 1, 2)
     ]
     assert texts[0] == texts[1] and len(set(texts)) == 3
+
+
+def test_a_method_that_a_path_does_not_take(plain: Client) -> None:
+    for path, takes in (("/health", "GET, HEAD"), ("/v1/completions", "POST")):
+        for method in ("TRACE", "DELETE", "PUT", "OPTIONS"):
+            status, headers, _ = plain.request(method, path)
+            assert (status, headers["allow"]) == (405, takes)
