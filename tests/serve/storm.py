@@ -285,7 +285,9 @@ def main() -> None:
         limits = Limits(queue=4 * asked.others)
         with running({"demo": "demo"}, options=options, limits=limits) as client:
             equal(client, asked.requests, asked.others, asked.seed)
-    with running({"demo": "demo"}, limits=Limits(queue=2048, streams=2048)) as client:
+    # A cache that is soon full, so that memory can be seen to stay.
+    options, limits = Options(cache_memory=64 * 2**20), Limits(queue=2048, streams=2048)
+    with running({"demo": "demo"}, options=options, limits=limits) as client:
         if asked.mutated:
             # The first ones fill what is kept: tokens, grammars, requests that can be looked into.
             spoil(client, 1000, asked.seed + 1)
