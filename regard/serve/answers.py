@@ -148,7 +148,7 @@ class Ask:
 
     def head(self, kind: str, prefix: str) -> Data:
         """How every answer and every chunk of one begins."""
-        self.name = f"{prefix}-{self.x.id.removeprefix('req_')}"
+        self.name = prefix + self.x.id.removeprefix("req_")
         about = {"id": self.name, "object": kind, "created": self.created, "model": self.host.name}
         return {**about, "system_fingerprint": self.host.fingerprint}
 
@@ -294,7 +294,7 @@ async def completions(app: Models, x: Exchange, body: shapes.Completion) -> None
         why = FINISH.get(finish)
         return [{"index": i, "text": text, "logprobs": logprobs, "finish_reason": why}]
 
-    await ask.send(body, ask.head("text_completion", "cmpl"), choices)
+    await ask.send(body, ask.head("text_completion", "cmpl-"), choices)
 
 
 def chat_ids(
@@ -373,7 +373,7 @@ async def chat(app: Models, x: Exchange, body: shapes.Chat) -> None:
         return made + ([delta(i, {}, None, why)] if finish else [])
 
     begun = {"role": "assistant", "content": "", "refusal": None}
-    head = ask.head("chat.completion.chunk" if body.stream else "chat.completion", "chatcmpl")
+    head = ask.head("chat.completion.chunk" if body.stream else "chat.completion", "chatcmpl-")
     await ask.send(body, head, choices, [delta(i, begun) for i in range(ask.n)])
 
 
@@ -484,7 +484,7 @@ async def responses(app: Models, x: Exchange, body: shapes.Response) -> None:
     ask, (reader,) = await conversation(app, x, await app.worker(lambda: as_chat(body)))
     form = (body.text and body.text.format) or shapes.ResponseFormat("text")
     output, stream, settings = Output(), bool(body.stream), ask.settings
-    ask.head("response", "resp")
+    ask.head("response", "resp_")
     chosen, asdict = body.tool_choice or "auto", msgspec.structs.asdict
     about: Data = {
         **dict.fromkeys(("error", "incomplete_details", "completed_at", "max_tool_calls")),

@@ -60,12 +60,12 @@ class Refusal(Exception):
 
     def __init__(
         self, status: int, message: str, param: Any = None, code: Any = None, wait: float = 0,
-        **headers: str,
+        headers: Any = (),
     ):  # fmt: skip
         super().__init__(message)
         kind = KINDS.get(status, "invalid_request_error")
         error = {"message": message, "type": kind, "param": param, "code": code}
-        self.status, self.body, self.headers = status, {"error": error}, headers
+        self.status, self.body, self.headers = status, {"error": error}, dict[str, str](headers)
         self.headers |= {"retry-after": str(max(1, round(wait)))} if wait else {}
 
 
@@ -262,7 +262,8 @@ class Guard:
         found = [k for k in self.keys if compare_digest(k.sha256, digest)]
         if scheme.lower() != "bearer" or not found:
             why = "this server needs an API key: Authorization: Bearer KEY"
-            raise Refusal(401, why, code="invalid_api_key", **{"www-authenticate": "Bearer"})
+            how = {"www-authenticate": "Bearer"}
+            raise Refusal(401, why, code="invalid_api_key", headers=how)
         x.user = found[0]
         for kind in ("requests", "tokens"):
             if (left := self.left(x.user, kind)) < 1:

@@ -80,7 +80,7 @@ async def translations(app: Models, x: Exchange, body: shapes.Translation) -> No
         return Ask(app, x, host, body, prompts, **more)
 
     ask = await app.worker(prepare)
-    about, found = ask.head("list", "trans"), iter(await ask.results())
+    about, found = ask.head("list", "trans-"), iter(await ask.results())
     # Empty lines stay empty.
     empty = Result([], [], 0.0, "eos", text="")
     results = [next(found)[0] if line.strip() else empty for line in lines]

@@ -60,6 +60,7 @@ def test_responses_have_every_field(plain: Client) -> None:
         plain, input=[{"type": "message", "role": "user", "content": "What is 12 + 30?"}]
     )
     assert whole["status"] == "completed" and whole["output"][0]["id"].startswith("msg_")
+    assert whole["id"].startswith("resp_")
     cut = respond(plain, input="Count", max_output_tokens=2)
     assert cut["incomplete_details"] == {"reason": "max_output_tokens"}
     drawn = respond(

@@ -162,7 +162,8 @@ def test_keys_rates_and_models_in_and_out(folders: dict[str, Path], tmp_path: Pa
         for wrong in (None, "rg-wrong", ann[:-1]):
             client.key = wrong
             for path in ("/v1/models", "/metrics", "/tokenize", "/nowhere", "/openapi.json"):
-                status, _, content = client.request("GET", path)
+                status, headers, content = client.request("GET", path)
+                assert headers["www-authenticate"] == "Bearer"
                 assert status == 401 and json.loads(content)["error"]["code"] == "invalid_api_key"
             assert client.request("GET", "/health")[0] == client.request("GET", "/ready")[0] == 200
         client.key = ann
