@@ -116,8 +116,7 @@ class App(Models):
             raise Refusal(404, f"there is no {path!r:.80}; {nearest(path, ROUTES)}")
         takes = "GET, HEAD" if route.shape is None else "POST"
         if method not in takes.split(", "):
-            why = f"{path} takes {takes}, not {method:.20}"
-            raise Refusal(405, why, headers={"allow": takes})
+            raise Refusal(405, f"{path} takes {takes}, not {method:.20}", headers={"allow": takes})
         x.note["path"] = known
         if route.shape is None:
             await route.run(self, x)

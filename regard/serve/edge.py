@@ -262,8 +262,7 @@ class Guard:
         found = [k for k in self.keys if compare_digest(k.sha256, digest)]
         if scheme.lower() != "bearer" or not found:
             why = "this server needs an API key: Authorization: Bearer KEY"
-            how = {"www-authenticate": "Bearer"}
-            raise Refusal(401, why, code="invalid_api_key", headers=how)
+            raise Refusal(401, why, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         x.user = found[0]
         for kind in ("requests", "tokens"):
             if (left := self.left(x.user, kind)) < 1:
