@@ -123,7 +123,7 @@ class Regard(TemplateLM):
                 logits = self.model.logits(hidden[row : row + 1, end - count : end])[0].float()
                 target = torch.tensor(text[-count:], device=logits.device)
                 each = logits.log_softmax(-1).gather(-1, target[:, None])
-                answers[i] = float(each.sum()), bool((logits.argmax(-1) == target).all())
+                answers[i] = float(each.double().sum()), bool((logits.argmax(-1) == target).all())
         return answers
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:

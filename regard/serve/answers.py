@@ -31,6 +31,9 @@ FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 # Of a body's fields, those that the engine calls the same.
 SETTINGS = "temperature top_p top_k min_p seed logit_bias "
 SETTINGS += "presence_penalty frequency_penalty repetition_penalty"
+# Of the input of /v1/responses, what each kind of item must have.
+NEEDS = {"message": ["role", "content"], "function_call": ["call_id", "name", "arguments"]}
+NEEDS |= {"function_call_output": ["call_id", "output"]}
 Data = dict[str, Any]
 Said = tuple[int, str, list[Entry], str]  # number of the answer, new text, its tokens, finish or ""
 
@@ -69,6 +72,11 @@ class Ask:
             why = "not with beams" if beams > 1 else "4,096 characters in all"
             raise Refusal(400, f"stop strings: {why}", "stop")
         self.settings = settings_for(host.model, settings | more)
+        longest, new = context_of(host.model), self.settings.max_new_tokens
+        used = 1 if host.model.reads_source else max(map(len, prompts), default=0)
+        if longest is not None and used + new > longest:
+            why = f"{used} tokens of prompt and {new} new ones are more than the model's context of"
+            raise Refusal(400, f"{why} {longest}; send less", code="context_length_exceeded")
         whose = f"{x.who}\0{given.get('user', '')}"
         self.salt = hashlib.sha256(whose.encode()).hexdigest()
         self.priority = given.get("priority", 0)
@@ -140,7 +148,7 @@ class Ask:
 
     def head(self, kind: str, prefix: str) -> Data:
         """How every answer and every chunk of one begins."""
-        self.name = f"{prefix}-{self.x.id.removeprefix('req_')}"
+        self.name = prefix + self.x.id.removeprefix("req_")
         about = {"id": self.name, "object": kind, "created": self.created, "model": self.host.name}
         return {**about, "system_fingerprint": self.host.fingerprint}
 
@@ -286,7 +294,7 @@ async def completions(app: Models, x: Exchange, body: shapes.Completion) -> None
         why = FINISH.get(finish)
         return [{"index": i, "text": text, "logprobs": logprobs, "finish_reason": why}]
 
-    await ask.send(body, ask.head("text_completion", "cmpl"), choices)
+    await ask.send(body, ask.head("text_completion", "cmpl-"), choices)
 
 
 def chat_ids(
@@ -311,8 +319,7 @@ def plain(message: shapes.Message) -> Data:
     role = "system" if message.role == "developer" else message.role
     made: Data = {"role": role, "content": content}
     if calls:
-        each = [(call.id, msgspec.to_builtins(call.function)) for call in calls]
-        made["tool_calls"] = [{"id": i, "function": function} for i, function in each]
+        made["tool_calls"] = msgspec.to_builtins(calls)
     for name in ("name", "tool_call_id"):
         made |= {} if getattr(message, name) is None else {name: getattr(message, name)}
     return made
@@ -331,10 +338,7 @@ async def conversation(app: Models, x: Exchange, body: shapes.Chat) -> tuple[Ask
         mask = grammar_for(app.limits, host, body.response_format, tools, wanted, parallel)
         ids = chat_ids(app, host, [plain(m) for m in body.messages], usable)
         longest = context_of(host.model) or len(ids) + app.limits.new_tokens
-        left = longest - (1 if host.model.reads_source else len(ids))
-        if left < 1:
-            why = f"the prompt has {len(ids)} tokens, the model's context is {longest}; send less"
-            raise Refusal(400, why, "messages", "context_length_exceeded")
+        left = max(1, longest - (1 if host.model.reads_source else len(ids)))
         most = body.max_completion_tokens or body.max_tokens or min(app.limits.new_tokens, left)
         return Ask(app, x, host, body, [ids], mask=mask, max_new_tokens=most, **more)
 
@@ -369,7 +373,7 @@ async def chat(app: Models, x: Exchange, body: shapes.Chat) -> None:
         return made + ([delta(i, {}, None, why)] if finish else [])
 
     begun = {"role": "assistant", "content": "", "refusal": None}
-    head = ask.head("chat.completion.chunk" if body.stream else "chat.completion", "chatcmpl")
+    head = ask.head("chat.completion.chunk" if body.stream else "chat.completion", "chatcmpl-")
     await ask.send(body, head, choices, [delta(i, begun) for i in range(ask.n)])
 
 
@@ -382,37 +386,33 @@ def as_chat(body: shapes.Response) -> shapes.Chat:
     if isinstance(items, str):
         items = [shapes.Item(role="user", content=items)]
     for i, item in enumerate(items):
-        where, number = f"input[{i}]", item.call_id
+        where, needs = f"input[{i}]", NEEDS[item.type]
+        given: Any = [getattr(item, name) for name in needs]
+        if None in given:
+            raise Refusal(400, f"{where}: a {item.type} has {' and '.join(needs)}", where)
         if item.type == "message":
-            if item.role is None or item.content is None:
-                raise Refusal(400, f"{where}: a message has a role and content", where)
-            content: Any = item.content
-            messages.append(shapes.Message(item.role, content))
+            messages.append(shapes.Message(*given))
         elif item.type == "function_call":
-            if number is None or item.name is None or item.arguments is None:
-                raise Refusal(400, f"{where}: a call has call_id, name and arguments", where)
             calls = messages[-1].tool_calls if messages else None
             if calls is None:
                 messages.append(shapes.Message("assistant", tool_calls=(calls := [])))
-            calls.append(shapes.Call(number, shapes.Function(item.name, item.arguments)))
+            calls.append(shapes.Call(given[0], shapes.Function(*given[1:])))
         else:
-            if number is None or item.output is None:
-                raise Refusal(400, f"{where}: an output has call_id and output", where)
-            messages.append(shapes.Message("tool", item.output, tool_call_id=number))
+            messages.append(shapes.Message("tool", given[1], tool_call_id=given[0]))
     choice: Any = body.tool_choice
     form, schema = body.text.format if body.text else None, None
     if isinstance(choice, shapes.ResponseChoice):
         choice = shapes.ChatChoice(shapes.Named(choice.name))
     if form is not None and form.schema is not None:
         schema = shapes.Schema(form.name or "answer", form.schema)
-    same = "model temperature top_p user parallel_tool_calls stream stream_options"
     return shapes.Chat(
         messages=messages,
         max_tokens=body.max_output_tokens,
         response_format=None if form is None else shapes.Format(form.type, schema),
         tools=[shapes.ChatTool(tool) for tool in body.tools or []],
         tool_choice=choice,
-        **{name: getattr(body, name) for name in same.split()},
+        parallel_tool_calls=body.parallel_tool_calls,
+        **{name: getattr(body, name) for name in shapes.Answer.__struct_fields__},
     )
 
 
@@ -483,21 +483,22 @@ class Output:
 async def responses(app: Models, x: Exchange, body: shapes.Response) -> None:
     ask, (reader,) = await conversation(app, x, await app.worker(lambda: as_chat(body)))
     form = (body.text and body.text.format) or shapes.ResponseFormat("text")
-    output, stream, number = Output(), bool(body.stream), 0
-    ask.head("response", "resp")
-    about = {
-        **{"id": ask.name, "object": "response", "created_at": ask.created},
-        **{"model": ask.host.name, "instructions": body.instructions},
-        **{"max_output_tokens": body.max_output_tokens, "store": False, "background": False},
-        **{"parallel_tool_calls": body.parallel_tool_calls is not False, "user": body.user},
-        **{"previous_response_id": None, "reasoning": {"effort": None, "summary": None}},
-        **{"temperature": ask.settings.temperature, "top_p": ask.settings.top_p},
-        **{"text": {"format": msgspec.to_builtins(form)}, "truncation": "disabled"},
-        **{"tool_choice": msgspec.to_builtins(body.tool_choice or "auto")},
-        "tools": [
-            {"type": "function", "strict": True, **msgspec.to_builtins(t)} for t in body.tools or []
-        ],
-        **{"metadata": body.metadata or {}, "error": None, "incomplete_details": None},
+    output, stream, settings = Output(), bool(body.stream), ask.settings
+    ask.head("response", "resp_")
+    chosen, asdict = body.tool_choice or "auto", msgspec.structs.asdict
+    about: Data = {
+        **dict.fromkeys(("error", "incomplete_details", "completed_at", "max_tool_calls")),
+        **dict.fromkeys(("previous_response_id", "prompt_cache_key", "safety_identifier")),
+        **{"id": ask.name, "object": "response", "created_at": ask.created, "user": body.user},
+        **{"model": ask.host.name, "instructions": body.instructions, "store": False},
+        **{"max_output_tokens": body.max_output_tokens, "background": False, "top_logprobs": 0},
+        **{"temperature": settings.temperature, "presence_penalty": settings.presence_penalty},
+        **{"top_p": settings.top_p, "frequency_penalty": settings.frequency_penalty},
+        **{"parallel_tool_calls": body.parallel_tool_calls is not False, "truncation": "disabled"},
+        **{"reasoning": {"effort": None, "summary": None}, "service_tier": "default"},
+        **{"text": {"format": msgspec.to_builtins(form)}, "metadata": body.metadata or {}},
+        **{"tool_choice": chosen if isinstance(chosen, str) else asdict(chosen)},
+        "tools": [{**asdict(tool), "strict": True} for tool in body.tools or []],
     }
 
     def over(finish: str) -> Data:
@@ -506,19 +507,17 @@ async def responses(app: Models, x: Exchange, body: shapes.Response) -> None:
         usage: Data = {"input_tokens": prompt, "output_tokens": new, "total_tokens": prompt + new}
         usage |= {"input_tokens_details": {"cached_tokens": 0}}
         usage |= {"output_tokens_details": {"reasoning_tokens": 0}}
-        whole = {**about, "status": "completed", "output": output.items, "usage": usage}
+        ended: Data = {"status": "completed", "completed_at": int(time.time())}
         if finish == "length":
             output.items[-1]["status"] = "incomplete"
-            whole |= {"incomplete_details": {"reason": "max_output_tokens"}, "status": "incomplete"}
-        return whole
+            ended = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        return {**about, **ended, "output": output.items, "usage": usage}
 
     last: Data = {**about, "status": "in_progress", "output": [], "usage": None}
+    kinds = ("response.created", "response.in_progress")
+    events: list[Data] = [{"type": kind, "response": last} for kind in kinds]
     with app.streaming() if stream else nullcontext():
         async for batch in ask.said(stream):
-            events: list[Data] = []
-            if not number:
-                kinds = ("response.created", "response.in_progress")
-                events = [{"type": kind, "response": last} for kind in kinds]
             for _, text, _, finish in batch:
                 events += output.changed(reader.push(text, bool(finish)), bool(finish))
                 if finish:
@@ -527,7 +526,6 @@ async def responses(app: Models, x: Exchange, body: shapes.Response) -> None:
             if stream and events:
                 if not x.status:
                     await x.stream()
-                numbered = [{**e, "sequence_number": number + i} for i, e in enumerate(events)]
-                await x.events(numbered, named=True)
-                number += len(events)
+                await x.events(events, named=True)
+                events = []
         await (x.done(b"") if stream else x.json(last))

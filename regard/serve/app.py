@@ -114,9 +114,9 @@ class App(Models):
         route = ROUTES.get(known)
         if route is None:
             raise Refusal(404, f"there is no {path!r:.80}; {nearest(path, ROUTES)}")
-        takes = "GET" if route.shape is None else "POST"
-        if takes != ("GET" if method == "HEAD" else method):
-            raise Refusal(405, f"{path} takes {takes}, not {method:.20}")
+        takes = "GET, HEAD" if route.shape is None else "POST"
+        if method not in takes.split(", "):
+            raise Refusal(405, f"{path} takes {takes}, not {method:.20}", headers={"allow": takes})
         x.note["path"] = known
         if route.shape is None:
             await route.run(self, x)

@@ -59,12 +59,14 @@ class Refusal(Exception):
     """An answer that is an error, in OpenAI's shape."""
 
     def __init__(
-        self, status: int, message: str, param: Any = None, code: Any = None, wait: float = 0
-    ):
+        self, status: int, message: str, param: Any = None, code: Any = None, wait: float = 0,
+        headers: Any = (),
+    ):  # fmt: skip
         super().__init__(message)
         kind = KINDS.get(status, "invalid_request_error")
         error = {"message": message, "type": kind, "param": param, "code": code}
-        self.status, self.wait, self.body = status, wait, {"error": error}
+        self.status, self.body, self.headers = status, {"error": error}, dict[str, str](headers)
+        self.headers |= {"retry-after": str(max(1, round(wait)))} if wait else {}
 
 
 def refused(error: UsageError, param: str | None = None) -> Refusal:
@@ -88,6 +90,7 @@ class Exchange:
     began: float = field(default_factory=time.monotonic)
     status: int = 0  # of the answer, once it has begun
     first: float | None = None  # when the first token came
+    named: int = 0  # events that had a name
     user: Key | None = None
     note: dict[str, Any] = field(default_factory=dict)  # for the log: numbers and names of ours
 
@@ -182,12 +185,11 @@ class Exchange:
     async def refuse(self, error: Refusal) -> None:
         """An error: as the answer, or, where that has begun, as its last event."""
         if self.status:
-            await self.events([error.body], last=True)
+            await self.events([{"type": "error", **error.body}], True, self.named > 0)
             return
-        headers = {"retry-after": str(max(1, round(error.wait)))} if error.wait else {}
         # Something of its body may be left unread.
-        headers |= {"connection": "close"} if error.status in (408, 413, 431) else {}
-        await self.json(error.body, error.status, **headers)
+        closing = {"connection": "close"} if error.status in (408, 413, 431) else {}
+        await self.json(error.body, error.status, **error.headers, **closing)
 
     async def stream(self) -> None:
         """Begin an answer of events."""
@@ -195,10 +197,12 @@ class Exchange:
         await self.begin(200, headers | {"x-accel-buffering": "no"})
 
     async def events(self, data: list[Any], last: bool = False, named: bool = False) -> None:
-        """Events, in one write; `named` by their type, as those of /v1/responses are."""
+        """Events, in one write; `named` by their type and numbered, as those of /v1/responses are."""
         body = b""
         for each in data:
-            body += b"event: " + each["type"].encode() + b"\n" if named else b""
+            if named:
+                body += b"event: " + each["type"].encode() + b"\n"
+                each["sequence_number"], self.named = self.named, self.named + 1
             body += b"data: " + msgspec.json.encode(each) + b"\n\n"
         await self.write({"type": "http.response.body", "body": body, "more_body": not last})
 
@@ -258,7 +262,7 @@ class Guard:
         found = [k for k in self.keys if compare_digest(k.sha256, digest)]
         if scheme.lower() != "bearer" or not found:
             why = "this server needs an API key: Authorization: Bearer KEY"
-            raise Refusal(401, why, code="invalid_api_key")
+            raise Refusal(401, why, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         x.user = found[0]
         for kind in ("requests", "tokens"):
             if (left := self.left(x.user, kind)) < 1:

@@ -9,6 +9,7 @@ import json
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -41,27 +42,16 @@ class Grammars:
         eos = list(special_of(host.model).eos)
         if not eos:
             raise Refusal(400, f"{host.name} has no end token, which a grammar needs")
-        self.lock, self.made, self.eos_token_id = threading.Lock(), dict[str, Any](), eos[0]
+        self.eos_token_id = eos[0]
         self.tokens = [self.plain.token_bytes(i) for i in range(self.vocab)]
         added = self.plain.core.get_added_tokens_decoder().items()
         self.special_token_ids = [i for i, token in added if token.special and i < self.vocab]
         wrapped: Any = TokenizerWrapper(self)
-        self.tokenizer = LLTokenizer(wrapped, n_vocab=self.vocab, eos_token=eos)
+        tokenizer = LLTokenizer(wrapped, n_vocab=self.vocab, eos_token=eos)
+        self.made = lru_cache(KEPT)(lambda grammar: LLMatcher(tokenizer, grammar, log_level=0))
 
     def __call__(self, text: str) -> list[int]:
         return self.plain.encode(text, special=False, literal=True)
-
-    def matcher(self, grammar: str, param: str) -> Any:
-        with self.lock:
-            found = self.made.pop(grammar, None) or LLMatcher(self.tokenizer, grammar, log_level=0)
-            if found.is_error():
-                why = found.get_error().partition("\n")[0]
-                raise Refusal(400, f"this schema cannot be compiled: {why:.200}", param)
-            # The last is the one used last.
-            self.made[grammar] = found
-            if len(self.made) > KEPT:
-                del self.made[next(iter(self.made))]
-            return found
 
 
 class Matching:
@@ -119,7 +109,10 @@ def grammar_for(
         raise Refusal(400, f"the schema has {len(grammar):,} bytes, at most {most}", param)
     with MAKING:
         host.grammars = compiled = host.grammars or Grammars(host)
-    matcher = compiled.matcher(grammar, param)
+    matcher = compiled.made(grammar)
+    if matcher.is_error():
+        why = matcher.get_error().partition("\n")[0]
+        raise Refusal(400, f"this schema cannot be compiled: {why:.200}", param)
     return lambda: Matching(matcher, compiled.vocab)
 
 

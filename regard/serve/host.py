@@ -155,6 +155,7 @@ class Host:
             if memory is None and next(self.model.parameters()).device.type == "cpu":
                 memory = 2.0**30
             if plain is not None:
+                plain = plain.float() if self.opened.precision == "fp32" else plain
                 self.model, more = steady(plain), {"backend": "ordered"}
             self.engine = Engine(self.model, rows=o.rows, memory=memory, **more)
         self.known: dict[int, bytes] = {}  # bytes of tokens

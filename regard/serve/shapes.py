@@ -34,25 +34,30 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
-class Drawing(Model):
-    """How tokens are chosen; top_k, min_p, repetition_penalty and priority are ours, as other servers have them."""
+class Answer(Model):
+    """What every body that asks for a text may say."""
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Share | None = None
-    top_k: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
-    min_p: Share | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
+    # Prompts of different users share no cached pages.
+    user: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class Drawing(Answer):
+    """How tokens are chosen; top_k, min_p, repetition_penalty and priority are ours, as other servers have them."""
+
+    top_k: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
+    min_p: Share | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     logit_bias: dict[Id, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Stop | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
-    # Prompts of different users share no cached pages.
-    user: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
 
 
 class Completion(Drawing, kw_only=True):
@@ -164,6 +169,8 @@ class Item(Strict):
     name: str | None = None
     arguments: str | None = None
     output: str | None = None
+    # A label of an assistant's message; its text is in the prompt either way.
+    phase: Literal["commentary", "final_answer"] | None = None
 
 
 class ResponseFormat(Strict):
@@ -187,25 +194,21 @@ class ResponseChoice(Named):
     type: Literal["function"] = "function"
 
 
-class Response(Model):
+class Response(Answer, kw_only=True):
     """POST /v1/responses. Nothing is stored, so what needs a stored answer is refused."""
 
     input: str | Annotated[list[Item], Meta(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Share | None = None
     text: ResponseText | None = None
     tools: Annotated[list[ResponseTool], Meta(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseChoice | None = None
     parallel_tool_calls: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
-    user: str | None = None
     store: Literal[False] | None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
     previous_response_id: None = None
     include: Annotated[list[str], Meta(max_length=0)] | None = None
 

@@ -33,7 +33,7 @@ async def embeddings(app: Models, x: Exchange, body: shapes.Embedding) -> None:
     given: list[Any] = [body.input] if isinstance(body.input, str) else body.input
     if any(isinstance(i, str) and not i.strip() for i in given):
         raise Refusal(400, "input has an empty text; give at least one token", "input")
-    embedder = Embedder(host.opened)
+    embedder = Embedder(host.opened, normalize=True)
 
     def read() -> list[list[int]]:
         if all(isinstance(i, str) for i in given):
@@ -80,7 +80,7 @@ async def translations(app: Models, x: Exchange, body: shapes.Translation) -> No
         return Ask(app, x, host, body, prompts, **more)
 
     ask = await app.worker(prepare)
-    about, found = ask.head("list", "trans"), iter(await ask.results())
+    about, found = ask.head("list", "trans-"), iter(await ask.results())
     # Empty lines stay empty.
     empty = Result([], [], 0.0, "eos", text="")
     results = [next(found)[0] if line.strip() else empty for line in lines]

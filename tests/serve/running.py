@@ -17,6 +17,8 @@ from regard.serve.app import App, listen, server_for
 class Client:
     """Asks a server; `app` is what answers."""
 
+    timeout = 60.0  # seconds without a byte
+
     def __init__(self, app: App, port: int, key: str | None = None):
         self.app, self.port, self.key = app, port, key
         self.url = f"http://127.0.0.1:{port}"
@@ -25,7 +27,7 @@ class Client:
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body of an answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self.timeout)
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         given = {"content-type": "application/json"} if body is not None else {}
         given |= {"authorization": f"Bearer {self.key}"} if self.key else {}

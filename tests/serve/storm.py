@@ -3,7 +3,8 @@
 python -m tests.serve.storm --requests 5000        random requests, alone = among others = streamed, to the bit
 python -m tests.serve.storm --mutated 20000        bodies that are spoilt: no status above 499, no hang, memory flat
 python -m tests.serve.storm --streams 1000         streams at once, 20 clients a second killed: all others end right
-python -m tests.serve.storm --schemas 300          random JSON schemas: every answer that is whole is valid
+python -m tests.serve.storm --schemas 1000         random JSON schemas: every answer that is whole is valid
+python -m tests.serve.storm --suite FOLDER         the same of JSON-Schema-Test-Suite/tests/draft2020-12
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import resource
 import socket
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from regard.serve.edge import Limits
@@ -96,23 +100,29 @@ def mutated(rng: random.Random) -> tuple[str, bytes]:
     return path, data
 
 
-def spoil(client: Client, count: int, seed: int = 0) -> dict[int, int]:
+def spoil(client: Client, count: int, seed: int = 0) -> Counter[int]:
     """Statuses of spoilt bodies, by how often they came."""
-    rng, counts = random.Random(seed), dict[int, int]()
+    rng, counts = random.Random(seed), Counter[int]()
     with ThreadPoolExecutor(4) as pool:
-        jobs = [
-            (body, pool.submit(client.request, "POST", path, body))
-            for path, body in (mutated(rng) for _ in range(count))
-        ]
-        for body, job in jobs:
-            status = job.result()[0]
-            assert status < 500, (status, body)
-            counts[status] = counts.get(status, 0) + 1
+        for start in range(0, count, 1000):
+            asked = [mutated(rng) for _ in range(min(1000, count - start))]
+            jobs = [pool.submit(client.request, "POST", *each) for each in asked]
+            for (path, body), job in zip(asked, jobs):
+                status = job.result()[0]
+                assert status < 500, (status, path, body)
+                counts[status] += 1
     client.idle()
     return counts
 
 
-def equal(client: Client, count: int, others: int = 64, seed: int = 0) -> None:
+def memory() -> float:
+    """MiB of this process, now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
+def equal(client: Client, count: int, others: int = 256, seed: int = 0) -> None:
+    """Random requests: `others` of them at once, whole and streamed, and then each alone."""
     rng = random.Random(seed)
     for start in range(0, count, others):
         asked = [random_body(rng) for _ in range(min(others, count - start))]
@@ -164,109 +174,137 @@ def crowd(client: Client, count: int) -> None:
     print(f"{count} streams of 32 tokens in {time.monotonic() - began:.1f} s, all as alone")
 
 
+LEAF = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"]}
+LIST = {"type": "object", "properties": {"v": {"type": "integer", "minimum": 0, "maximum": 9}}}
+LIST["properties"] |= {"next": {"anyOf": [{"$ref": "#/$defs/list"}, {"type": "null"}]}}
+DEFS = {"leaf": LEAF, "list": {**LIST, "required": ["v", "next"]}}
+DEFS = {name: {**each, "additionalProperties": False} for name, each in DEFS.items()}
+PATTERNS = ["^[a-c]{1,3}$", "^\\d{4}-\\d{2}$", "^(x|yz)+$", "^[^a-z]?é{2}$", "^\\w+@\\w+\\.org$"]
+
+
 def random_schema(rng: random.Random, depth: int = 0) -> Any:
-    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern"]
-    kind = rng.choice(kinds if depth > 2 else [*kinds, "object", "object", "array", "anyOf", "ref"])
+    """Of the kinds of the public test suite: values, enums, patterns, nested ones, alternatives, references."""
+    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern", "format"]
+    deep = ["object", "object", "array", "tuple", "anyOf", "ref"]
+    kind = rng.choice(kinds if depth > 2 else [*kinds, *deep])
     if kind == "enum":
-        return {"enum": rng.sample([1, "a", None, True, "long text", -3.5], 3)}
+        return {"enum": rng.sample([1, "a", None, True, "long text", -3.5, [1, "b"], {"c": 2}], 3)}
     if kind == "const":
-        return {"const": rng.choice(["a", 7, None])}
+        return {"const": rng.choice(["a", 7, None, [], {"d": [False]}, '"\\\n'])}
     if kind == "pattern":
-        return {
-            "type": "string",
-            "pattern": rng.choice(["^[a-c]{1,3}$", "^\\d{4}-\\d{2}$", "^(x|yz)+$"]),
-            "maxLength": 12,
-        }
+        return {"type": "string", "pattern": rng.choice(PATTERNS), "maxLength": 12}
+    if kind == "format":
+        return {"type": "string", "format": rng.choice(["date", "uuid", "ipv4", "ipv6"])}
     if kind == "string":
-        return {"type": "string", "maxLength": rng.randint(0, 6)}
+        return {"type": "string", "minLength": rng.randint(0, 2), "maxLength": rng.randint(2, 6)}
     if kind == "integer":
-        return {"type": "integer", "minimum": 0, "maximum": rng.randint(0, 999)}
+        low = rng.randint(-50, 0)
+        return {"type": "integer", "minimum": low, "exclusiveMaximum": low + rng.randint(1, 999)}
     if kind == "number":
         return {"type": "number", "minimum": -10, "maximum": 10}
     if kind == "array":
-        return {
-            "type": "array",
-            "items": random_schema(rng, depth + 1),
-            "minItems": 1,
-            "maxItems": 3,
-        }
+        items = random_schema(rng, depth + 1)
+        return {"type": "array", "items": items, "minItems": 1, "maxItems": 3}
+    if kind == "tuple":
+        each = [random_schema(rng, depth + 1) for _ in range(2)]
+        return {"type": "array", "prefixItems": each, "items": False, "minItems": 2}
     if kind == "anyOf":
         return {"anyOf": [random_schema(rng, depth + 1) for _ in range(2)]}
     if kind == "ref":
-        return {"$ref": "#/$defs/leaf"}
+        return {"$ref": rng.choice(["#/$defs/leaf", "#/$defs/list"])}
     if kind == "object":
-        names = rng.sample(["a", "b", "key", "é"], rng.randint(1, 3))
+        names = rng.sample(["a", "b", "key", "é", 'quote"'], rng.randint(1, 3))
         properties = {name: random_schema(rng, depth + 1) for name in names}
-        return {
-            "type": "object",
-            "properties": properties,
-            "required": names[:2],
-            "additionalProperties": False,
-        }
+        more = {"required": names[:2], "additionalProperties": False}
+        return {"type": "object", "properties": properties, **more}
     return {"type": kind}
 
 
-def schemas(client: Client, count: int, seed: int = 0) -> tuple[int, int]:
-    """How many answers were whole (all of them valid), and how many ended by length."""
-    import jsonschema
+def random_schemas(count: int, seed: int = 0) -> list[Any]:
+    rng = random.Random(seed)
+    more = {"required": ["it"], "additionalProperties": False, "$defs": DEFS}
+    made = [{"it": random_schema(rng)} for _ in range(count)]
+    return [{"type": "object", "properties": each, **more} for each in made]
 
-    rng, done, cut = random.Random(seed), 0, 0
-    for i in range(count):
-        inner = random_schema(rng)
-        schema = {
-            "type": "object",
-            "properties": {"it": inner},
-            "required": ["it"],
-            "additionalProperties": False,
-        }
-        schema["$defs"] = {
-            "leaf": {
-                "type": "object",
-                "properties": {"n": {"type": "boolean"}},
-                "required": ["n"],
-                "additionalProperties": False,
-            }
-        }
-        form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
-        body = {
-            "model": "demo",
-            "messages": [{"role": "user", "content": "Hi"}],
-            "seed": i,
-            "max_tokens": 300,
-        }
-        choice = client.post("/v1/chat/completions", {**body, "response_format": form})["choices"][
-            0
-        ]
-        if choice["finish_reason"] == "stop":
-            jsonschema.validate(json.loads(choice["message"]["content"]), schema)
-            done += 1
-        else:
-            cut += 1
-    return done, cut
+
+def suite(folder: str) -> list[Any]:
+    """The schemas of a folder of the public suite, JSON-Schema-Test-Suite/tests/draft2020-12."""
+    files = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
+    return [each["schema"] for file in files for each in file if isinstance(each["schema"], dict)]
+
+
+def schemas(client: Client, asked: list[Any]) -> Counter[str]:
+    """How many answers were valid or wrong; cut by length; refused, since a grammar cannot keep it; or of a schema
+    that jsonschema cannot read."""
+    import jsonschema
+    from referencing.exceptions import Unresolvable
+
+    # What ends texts and lists is likelier, so that few answers are cut.
+    ends = [client.post("/tokenize", {"model": "demo", "prompt": end})["tokens"] for end in '"]},:']
+    bias = {str(ids[-1]): 4 for ids in ends}
+
+    def ask(i: int) -> str:
+        form = {"type": "json_schema", "json_schema": {"name": "s", "schema": asked[i]}}
+        body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "seed": i}
+        body |= {"logit_bias": bias, "response_format": form}
+        status, _, content = client.request("POST", "/v1/chat/completions", body)
+        if status == 400:
+            return "refused"
+        assert status == 200, (status, content, asked[i])
+        choice = json.loads(content)["choices"][0]
+        if choice["finish_reason"] != "stop":
+            return "cut"
+        answer = json.loads(choice["message"]["content"])
+        check = jsonschema.Draft202012Validator(asked[i], format_checker=jsonschema.FormatChecker())
+        try:
+            found = "valid" if check.is_valid(answer) else "wrong"
+        except (re.error, Unresolvable):
+            return "not to be checked"
+        if found == "wrong":
+            print("wrong:", json.dumps(asked[i]), json.dumps(answer), flush=True)
+        return found
+
+    with ThreadPoolExecutor(16) as pool:
+        return Counter(pool.map(ask, range(len(asked))))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("requests", "mutated", "streams", "schemas"):
         parser.add_argument(f"--{name}", type=int, default=0)
+    parser.add_argument(
+        "--others", type=int, default=256, help="requests that run beside each other"
+    )
+    parser.add_argument("--suite")
+    parser.add_argument("--dtype", default="auto", help="of --requests")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
+    Client.timeout = 600.0
     if asked.requests:
-        options = Options(invariant=True, rows=64)
-        with running({"demo": "demo"}, options=options, limits=Limits(queue=1024)) as client:
-            equal(client, asked.requests, seed=asked.seed)
-    with running({"demo": "demo"}, limits=Limits(queue=2048, streams=2048)) as client:
+        options = Options(invariant=True, rows=asked.others, dtype=asked.dtype)
+        limits = Limits(queue=4 * asked.others)
+        with running({"demo": "demo"}, options=options, limits=limits) as client:
+            equal(client, asked.requests, asked.others, asked.seed)
+    # A cache that is soon full, so that memory can be seen to stay.
+    options, limits = Options(cache_memory=64 * 2**20), Limits(queue=2048, streams=2048)
+    with running({"demo": "demo"}, options=options, limits=limits) as client:
         if asked.mutated:
-            spoil(client, 500, asked.seed + 1)
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            counts = spoil(client, asked.mutated, asked.seed)
-            grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-            print(f"{asked.mutated} spoilt bodies: {counts}; memory grew by {grown:.0f} MiB")
+            # The first ones fill what is kept: tokens, grammars, requests that can be looked into.
+            spoil(client, 1000, asked.seed + 1)
+            half, used, counts = asked.mutated // 2, [memory()], Counter[int]()
+            for seed, count in ((asked.seed, half), (asked.seed + 2, asked.mutated - half)):
+                counts += spoil(client, count, seed)
+                used.append(memory())
+            shown = ", ".join(f"{mib:.0f}" for mib in used)
+            print(
+                f"{asked.mutated} spoilt bodies: {dict(counts)}; MiB at start, middle, end: {shown}"
+            )
         if asked.streams:
             crowd(client, asked.streams)
         if asked.schemas:
-            done, cut = schemas(client, asked.schemas, asked.seed)
-            print(f"schemas: {done} valid, {cut} cut by length")
+            print("schemas:", dict(schemas(client, random_schemas(asked.schemas, asked.seed))))
+        if asked.suite:
+            print("the suite's schemas:", dict(schemas(client, suite(asked.suite))))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,10 @@ TEXT = {"model": "demo", "prompt": "<|user|>What is 12 + 30?<|end|><|assistant|>
 
 
 @pytest.fixture(scope="session")
-def model() -> Any:
-    return invariant(regard.load(DEMO))
+def model(demo: Client) -> Any:
+    """As the server runs it: a CPU without bf16 computes in fp32."""
+    dtype = next(demo.app.hosts["demo"].model.parameters()).dtype
+    return invariant(regard.load(DEMO, dtype=dtype))
 
 
 def joined(chunks: list[Any]) -> list[dict[str, Any]]:
@@ -158,12 +160,24 @@ def random_body(rng: random.Random) -> tuple[str, dict[str, Any]]:
         ("min_p", 0.02),
         ("stop", ["4", "an"]),
         ("n", 2),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -0.3),
+        ("repetition_penalty", 1.2),
+        ("logit_bias", {"70": 4, "71": -100}),
     ):
         if rng.random() < 0.3:
             body[name] = value
     if rng.random() < 0.5:
         return "/v1/completions", {**body, "prompt": text, "logprobs": 2}
     if rng.random() < 0.2:
+        tool = {
+            "name": "look",
+            "parameters": {"type": "object", "properties": {"a": {"type": "boolean"}}},
+        }
+        tool["parameters"] |= {"required": ["a"], "additionalProperties": False}
+        body |= {"tools": [{"type": "function", "function": tool}], "parallel_tool_calls": False}
+        body |= {"tool_choice": rng.choice(("auto", "required")), "max_tokens": 60}
+    elif rng.random() < 0.3:
         schema = {
             "type": "object",
             "properties": {"a": {"enum": [1, "b", None]}},
@@ -243,7 +257,9 @@ def test_the_context_is_kept(demo: Client, prompt: int, most: int, status: int) 
     body = {"model": "demo", "prompt": [70] * prompt, "max_tokens": most}
     answer = demo.post("/v1/completions", body, status)
     if status == 400:
-        assert "512" in answer["error"]["message"] and "--" not in answer["error"]["message"]
+        error = answer["error"]
+        assert error["code"] == "context_length_exceeded" and "512" in error["message"]
+        assert not {"--", "overflow"} & set(error["message"].split())
 
 
 def test_special_tokens_of_a_message_stay_text(demo: Client) -> None:

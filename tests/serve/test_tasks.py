@@ -66,7 +66,7 @@ def test_vectors_labels_and_words(client: Client, folders: dict[str, Path]) -> N
         found = [
             np.frombuffer(base64.b64decode(row["embedding"]), np.float32) for row in answer["data"]
         ]
-        np.testing.assert_array_equal(found, regard.embed(folders[name], TEXTS))
+        np.testing.assert_array_equal(found, regard.embed(folders[name], TEXTS, normalize=True))
     answer = client.post("/v1/classify", {"model": "labels", "input": TEXTS, "top": 2})
     for row, ranking in zip(answer["data"], regard.classify(folders["labels"], TEXTS), strict=True):
         assert [(x["label"], x["score"]) for x in row["labels"]] == ranking[:2]
@@ -162,7 +162,8 @@ def test_keys_rates_and_models_in_and_out(folders: dict[str, Path], tmp_path: Pa
         for wrong in (None, "rg-wrong", ann[:-1]):
             client.key = wrong
             for path in ("/v1/models", "/metrics", "/tokenize", "/nowhere", "/openapi.json"):
-                status, _, content = client.request("GET", path)
+                status, headers, content = client.request("GET", path)
+                assert headers["www-authenticate"] == "Bearer"
                 assert status == 401 and json.loads(content)["error"]["code"] == "invalid_api_key"
             assert client.request("GET", "/health")[0] == client.request("GET", "/ready")[0] == 200
         client.key = ann
