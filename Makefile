@@ -9,6 +9,8 @@ STAMP := $(VENV)/.installed
 # The environment covers pip's isolated build too, so nothing can replace torch behind our back.
 export PIP_CONSTRAINT := constraints.txt
 export HF_HUB_OFFLINE ?= 1
+# Compiled modules are kept, whatever the environment says: each process that a test starts would compile all it imports.
+export PYTHONDONTWRITEBYTECODE :=
 
 define CHECK_TORCH
 import importlib.metadata as meta, sys

@@ -162,8 +162,9 @@ def test_weights_of_several_types_become_the_one_that_the_config_says(folder: Pa
 
 
 def empties(path: Path, count: int, start: str = "x") -> None:
-    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
-    header = json.dumps({f"{start}{i}": entry for i in range(count)}).encode()
+    entry = json.dumps({"dtype": "F32", "shape": [0], "data_offsets": [0, 0]})
+    entries = (f'"{start}{i}": {entry}' for i in range(count))
+    header = ("{" + ", ".join(entries) + "}").encode()
     header += b" " * (-len(header) % 8)
     path.write_bytes(struct.pack("<Q", len(header)) + header)
 

@@ -233,15 +233,15 @@ def test_bfloat16_is_no_further_from_float64_than_theirs(architecture: str, peer
     # their grouped products need wider experts
     module.set_experts_implementation("eager")
     ours, exact = regard.from_hf(module), regard.from_hf(module).double()
-    off: tuple[list[Tensor], list[Tensor]] = ([], [])
     first = batch(module.config, 0)
-    for seed in range(48 if exact(**first).dim() == 2 else 3):
-        given = batch(module.config, seed)
-        if given["ids"].is_floating_point():
-            given["ids"] = given["ids"].bfloat16()
-        wanted = at_tokens(exact(**given), given)
-        for errors, answer in zip(off, (ours(**given), theirs(module, given)[0]), strict=True):
-            errors.append((at_tokens(answer, given) - wanted).square().mean(-1))
+    batches = [batch(module.config, seed) for seed in range(48 if exact(**first).dim() == 2 else 3)]
+    # Beside one another: one call of each model.
+    given = {key: torch.cat([x[key] for x in batches]) for key in first}
+    if given["ids"].is_floating_point():
+        given["ids"] = given["ids"].bfloat16()
+    wanted = at_tokens(exact(**given), given)
+    answers = (ours(**given), theirs(module, given)[0])
+    off = [(at_tokens(answer, given) - wanted).square().mean(-1) for answer in answers]
     typical = torch.median if hasattr(module.config, "num_experts_per_tok") else torch.mean
-    mine, their = (typical(torch.cat([x.flatten() for x in errors])).sqrt() for errors in off)
+    mine, their = (typical(errors.flatten()).sqrt() for errors in off)
     assert mine <= 1.25 * their

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ from tests.checkpoint.families import (
 
 ROOT = Path(__file__).resolve().parents[2]
 Peers = Callable[[str], Peer]
+Ours = Callable[[str], tuple[regard.Model, Path]]
 every = pytest.mark.parametrize("name", CASES)
 one_per_family = pytest.mark.parametrize("name", ONE_PER_FAMILY)
 
@@ -43,12 +45,25 @@ def assert_bit_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert [n for n in one if not torch.equal(one[n], other[n])] == []
 
 
+@pytest.fixture(scope="module")
+def ours(peer: Peers, tmp_path_factory: pytest.TempPathFactory) -> Ours:
+    """What we read in a peer's folder, and the folder that we write of it; once per case, for tests that change
+    neither."""
+
+    @cache
+    def make(name: str) -> tuple[regard.Model, Path]:
+        model = regard.load(peer(name).folder)
+        return model, model.save(tmp_path_factory.mktemp("ours") / name)
+
+    return make
+
+
 # --- the same numbers ---------------------------------------------------------------------------------------------
 
 
 @every
-def test_hf_family_logits_match(name: str, peer: Peers) -> None:
-    assert error(regard.load(peer(name).folder), peer(name).model) < 2e-4
+def test_hf_family_logits_match(name: str, peer: Peers, ours: Ours) -> None:
+    assert error(ours(name)[0], peer(name).model) < 2e-4
 
 
 @pytest.mark.parametrize("name", ["bert-ForMaskedLM", "bert-relu", "roberta-body"])
@@ -63,8 +78,8 @@ def test_hf_segment_types_match(name: str, peer: Peers) -> None:
 
 
 @every
-def test_hf_model_in_memory_equals_its_folder(name: str, peer: Peers) -> None:
-    folder, memory = regard.load(peer(name).folder), regard.from_hf(peer(name).model)
+def test_hf_model_in_memory_equals_its_folder(name: str, peer: Peers, ours: Ours) -> None:
+    folder, memory = ours(name)[0], regard.from_hf(peer(name).model)
     assert folder.config == memory.config
     assert_bit_equal(folder.state_dict(), memory.state_dict())
 
@@ -89,38 +104,34 @@ def derived(peer: Peer, names: Iterable[str]) -> set[str]:
 
 
 @every
-def test_hf_tensors_are_written_back_bit_equal(name: str, peer: Peers, tmp_path: Path) -> None:
-    regard.load(peer(name).folder).save(tmp_path)
+def test_hf_tensors_are_written_back_bit_equal(name: str, peer: Peers, ours: Ours) -> None:
     stored = tensors(peer(name).folder)
     kept = stored.keys() - derived(peer(name), stored)
-    assert_bit_equal(tensors(tmp_path), {n: stored[n] for n in kept})
+    assert_bit_equal(tensors(ours(name)[1]), {n: stored[n] for n in kept})
 
 
 @every
-def test_hf_config_is_written_back_key_by_key(name: str, peer: Peers, tmp_path: Path) -> None:
-    regard.load(peer(name).folder).save(tmp_path)
+def test_hf_config_is_written_back_key_by_key(name: str, peer: Peers, ours: Ours) -> None:
     read = json.loads((peer(name).folder / "config.json").read_text())
-    written = json.loads((tmp_path / "config.json").read_text())
+    written = json.loads((ours(name)[1] / "config.json").read_text())
     assert {key: written.get(key) for key in read} == read
     assert set(written) - set(read) <= {"head_dim"}  # Qwen2 leaves it out
 
 
 @every
-def test_hf_saved_folder_loads_in_transformers(name: str, peer: Peers, tmp_path: Path) -> None:
-    regard.load(peer(name).folder).save(tmp_path)
+def test_hf_saved_folder_loads_in_transformers(name: str, peer: Peers, ours: Ours) -> None:
     module = peer(name).model
     options = {**peer(name).case.options, "output_loading_info": True}
-    again, info = type(module).from_pretrained(tmp_path, **options)
+    again, info = type(module).from_pretrained(ours(name)[1], **options)
     assert_bit_equal(again.state_dict(), module.state_dict())
     info["missing_keys"] -= derived(peer(name), info["missing_keys"])
     assert not any(info.values()), info
 
 
 @every
-def test_hf_saved_folder_loads_equal(name: str, peer: Peers, tmp_path: Path) -> None:
-    model = regard.load(peer(name).folder)
-    model.save(tmp_path)
-    again = regard.load(tmp_path)
+def test_hf_saved_folder_loads_equal(name: str, ours: Ours) -> None:
+    model, folder = ours(name)
+    again = regard.load(folder)
     assert again.config == model.config
     assert_bit_equal(again.state_dict(), model.state_dict())
 
@@ -156,8 +167,8 @@ def greedy(model: regard.Model, ids: Tensor, cached: bool, **source: Tensor) -> 
     "name", [c.name for c in CASES.values() if isinstance(HEADS[c.architecture], LM)]
 )
 @torch.no_grad()
-def test_hf_cached_decoding_equals_the_plain_loop(name: str, peer: Peers) -> None:
-    model = regard.load(peer(name).folder)
+def test_hf_cached_decoding_equals_the_plain_loop(name: str, peer: Peers, ours: Ours) -> None:
+    model = ours(name)[0]
     given = batch(peer(name).model.config)
     source = {key: given[key] for key in ("source", "source_lengths") if key in given}
     ids = given["ids"][:, :5]

@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,13 @@ from regard.models.adapt import low_ranks, with_head
 from regard.train.config import Adapt, adapted
 from tests.checkpoint.families import ONE_PER_FAMILY, Peer, batch, error, theirs
 
-peft = pytest.importorskip("peft", reason="the peer; it is in the dev extra")
+
+@cache
+def peft() -> Any:
+    """Imported by the first test that needs it: that takes seconds, which not every process that collects has to."""
+    return pytest.importorskip("peft", reason="the peer; it is in the dev extra")
+
+
 Peers = Callable[[str], Peer]
 # Every family, and what has other names in it: bare bodies, several layers of ours in one of theirs, labels.
 NAMES = [
@@ -45,7 +52,9 @@ def made_by_peft(peer: Peer, folder: Path, **settings: Any) -> Any:
     targets = list(modules(regard.load(peer.folder)))
     how: dict[str, Any] = dict(r=3, lora_alpha=5, init_lora_weights=False, target_modules=targets)
     torch.manual_seed(1)
-    wrapped = peft.get_peft_model(copy.deepcopy(peer.model), peft.LoraConfig(**(how | settings)))
+    wrapped = peft().get_peft_model(
+        copy.deepcopy(peer.model), peft().LoraConfig(**(how | settings))
+    )
     wrapped.eval().save_pretrained(folder)
     return wrapped.base_model.model
 
@@ -68,7 +77,7 @@ def test_what_is_made_here_peft_reads(name: str, peer: Peers, tmp_path: Path) ->
     for low in low_ranks(ours).values():
         torch.nn.init.normal_(low.b, std=0.2)
     folder = save_adapter(ours.eval(), tmp_path / "small")
-    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(made.model), folder).eval()
+    theirs = peft().PeftModel.from_pretrained(copy.deepcopy(made.model), folder).eval()
     found = {n for n, m in theirs.base_model.model.named_modules() if hasattr(m, "lora_A")}
     assert found == modules(ours).keys()
     assert equal(ours, theirs.base_model.model)
@@ -83,8 +92,8 @@ def test_head_that_peft_learned_is_read(name: str, peer: Peers, tmp_path: Path) 
     made = peer(name)
     kind = transformers.AutoModelForSequenceClassification
     theirs = kind.from_pretrained(made.folder, num_labels=4, pad_token_id=0)
-    how = peft.LoraConfig(r=2, init_lora_weights=False, use_rslora=True, task_type="SEQ_CLS")
-    theirs = peft.get_peft_model(theirs, how).eval()
+    how = peft().LoraConfig(r=2, init_lora_weights=False, use_rslora=True, task_type="SEQ_CLS")
+    theirs = peft().get_peft_model(theirs, how).eval()
     theirs.save_pretrained(tmp_path / "small")
     if name == "bert-ForMaskedLM":
         # The pooler is new too, and PEFT did not learn it: what it began with is nowhere.
@@ -106,7 +115,7 @@ def test_labels_learned_here_are_read_by_peft(peer: Peers, tmp_path: Path) -> No
     folder = save_adapter(ours.eval(), tmp_path / "small")
     kind = transformers.AutoModelForSequenceClassification
     theirs = kind.from_pretrained(peer("llama").folder, num_labels=4, pad_token_id=0)
-    theirs = peft.PeftModel.from_pretrained(theirs, folder).eval()
+    theirs = peft().PeftModel.from_pretrained(theirs, folder).eval()
     assert equal(ours, theirs.base_model.model)
 
 

@@ -112,17 +112,22 @@ def test_greedy_equals_transformers(name: str, forced: bool, layout: str) -> Non
         torch.testing.assert_close(r.logprobs, theirs, rtol=0, atol=CLOSE)
 
 
-# Each of the two layouts with one of the two endings: the other pairs run the same code.
-@pytest.mark.parametrize("forced, layout", [(False, "paged"), (True, "contiguous")])
+SEARCHES = [(0.6, "heuristic"), (1.0, "heuristic"), (1.4, "heuristic"), (1.4, "never"), (0.6, "first")]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "penalty, early",
-    [*((penalty, "heuristic") for penalty in (0.6, 1.0, 1.4)), (1.4, "never"), (0.6, "first")],
+    "name, penalty, early, forced",
+    [
+        (name, *search, (i + j) % 2 == 1)
+        for i, name in enumerate(FAMILIES)
+        for j, search in enumerate(SEARCHES)
+    ],
 )
-@families
-def test_beams_equal_transformers(
-    name: str, forced: bool, penalty: float, early: str, layout: str
-) -> None:
-    p = pair(name)
+def test_beams_equal_transformers(name: str, penalty: float, early: str, forced: bool) -> None:
+    """Every family with every search, both with and without a forced end, in turn: a search does not know the family,
+    so that each pair of the three is met. Either layout has one of the two endings: the other pairs run the same
+    code."""
+    p, layout = pair(name), "contiguous" if forced else "paged"
     ids, out = expected(name, forced, penalty, early)
     s = p.settings(
         beams=4,

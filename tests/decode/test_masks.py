@@ -2,7 +2,8 @@
 
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -69,30 +70,43 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("mask", [booleans, bits])
-@each("gqa_rope", "mla", "gru", "pair")
-def test_only_allowed_tokens_are_said(name: str, mask: Callable, way: str) -> None:
-    """In company of rows without a mask, whose texts are as ever; and as each is alone."""
+def masked(name: str, mask: Callable) -> list[tuple[list[int], Settings, Callable | None]]:
+    """Requests with this mask, in company of rows without one."""
     settings = [s for s in SETTINGS if not (s.lookup and name == "gru")]
-    asked = [(p, s, mask) for p, s in zip(prompts((3, 5, 4, 6, 2)), settings)]
+    asked: list[Any] = [(p, s, mask) for p, s in zip(prompts((3, 5, 4, 6, 2)), settings)]
     asked[2:2] = [
         ([5, 6], Settings(max_new_tokens=25), None),
         ([1], Settings(max_new_tokens=9), None),
     ]
+    return asked
 
-    def found(some: list[int], **options: Any) -> list[list[list[int]]]:
-        engine = Engine(model(name), **options)
-        for i in some:
-            prompt, s, its = asked[i]
-            engine.submit(request(name, prompt, s, key=i, mask=its))
-        done = run(engine)
-        full(engine.pool)
-        return [[r.ids for r in done[n]] for n in sorted(done)]
 
-    together = found(list(range(len(asked))), **WAYS[way])
-    for i, (_, _, its) in enumerate(asked):
-        assert found([i]) == [together[i]]
-        assert its is None or all(in_grammar(ids) for ids in together[i])
+def answered(
+    name: str, mask: Callable, some: Iterable[int] | None = None, **options: Any
+) -> list[list[list[int]]]:
+    """The answers to some of them, or to all."""
+    engine, asked = Engine(model(name), **options), masked(name, mask)
+    for i in range(len(asked)) if some is None else some:
+        prompt, s, its = asked[i]
+        engine.submit(request(name, prompt, s, key=i, mask=its))
+    done = run(engine)
+    full(engine.pool)
+    return [[r.ids for r in done[n]] for n in sorted(done)]
+
+
+@cache
+def each_alone(name: str, mask: Callable) -> list[list[list[int]]]:
+    return [answered(name, mask, [i])[0] for i in range(len(masked(name, mask)))]
+
+
+@pytest.mark.parametrize("mask", [booleans, bits])
+@each("gqa_rope", "mla", "gru", "pair")
+def test_only_allowed_tokens_are_said(name: str, mask: Callable, way: str) -> None:
+    """In company of rows without a mask, whose texts are as ever; and as each is alone."""
+    asked, together = masked(name, mask), answered(name, mask, **WAYS[way])
+    assert together == each_alone(name, mask)
+    for texts, (_, _, its) in zip(together, asked, strict=True):
+        assert its is None or all(in_grammar(ids) for ids in texts)
     complete = [ids for i, (_, _, its) in enumerate(asked) if its for ids in together[i]]
     assert any(ids.count(OPEN) == ids.count(CLOSE) for ids in complete)
 

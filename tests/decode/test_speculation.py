@@ -1,5 +1,6 @@
 """Speculation by looking up: fewer passes, the same text."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -23,24 +24,31 @@ ENDS = (3, 5)
 REPETITIVE = [4, 9, 2, 11, 4, 9, 2, 11, 4, 9, 2]
 
 
+KINDS: list[dict[str, Any]] = [
+    {"max_new_tokens": 25, "eos": ENDS},
+    {"max_new_tokens": 25, "temperature": 0.5, "top_k": 4},
+    {"max_new_tokens": 20, "frequency_penalty": 0.5},
+    {"max_new_tokens": 20, "temperature": 0.6, "samples": 2, "min_new_tokens": 9, "eos": ENDS},
+]
+TEXTS = [REPETITIVE, *prompts((6,)), [1] * 7, prompts((9,), 2)[0]]
+
+
+@cache
+def plain(name: str, layout: str) -> list[list[list[int]]]:
+    asked = [(p, Settings(**k)) for p, k in zip(TEXTS, KINDS, strict=True)]
+    return answers(name, asked, layout=layout)
+
+
 @pytest.mark.parametrize("lookup", [1, 3, 8])
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
 @pytest.mark.parametrize("name", [*DECODERS, "pair", "captioner"])
 def test_lookup_changes_no_token(name: str, layout: str, lookup: int) -> None:
     """Greedy or drawn, with neighbours that do not speculate."""
-    kinds: list[dict[str, Any]] = [
-        {"max_new_tokens": 25, "eos": ENDS},
-        {"max_new_tokens": 25, "temperature": 0.5, "top_k": 4},
-        {"max_new_tokens": 20, "frequency_penalty": 0.5},
-        {"max_new_tokens": 20, "temperature": 0.6, "samples": 2, "min_new_tokens": 9, "eos": ENDS},
-    ]
-    texts = [REPETITIVE, *prompts((6,)), [1] * 7, prompts((9,), 2)[0]]
-    plain = [(p, Settings(**k)) for p, k in zip(texts, kinds, strict=True)]
     quick = [
         (p, Settings(**k, lookup=lookup if i != 1 else 0))
-        for i, (p, k) in enumerate(zip(texts, kinds))
+        for i, (p, k) in enumerate(zip(TEXTS, KINDS))
     ]
-    assert answers(name, quick, layout=layout) == answers(name, plain, layout=layout)
+    assert answers(name, quick, layout=layout) == plain(name, layout)
 
 
 def test_lookup_saves_passes_on_a_repetitive_text() -> None:

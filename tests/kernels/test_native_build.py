@@ -1,11 +1,13 @@
 """The C code is compiled once, by the user for the user alone, for the instruction set that was
 asked for, and its absence is told, never a failure."""
 
+import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,12 +21,49 @@ native.FLAGS = [f.replace("-O3", "-O1") for f in native.FLAGS]
 print(native.build(), "|", native.why())"""
 
 
+# A process with torch in it, whose import takes seconds, and nothing of regard's. For each line it forks one that runs
+# the code in that environment, and tells how it ended.
+FORKS = """
+import json, os, sys, traceback
+import torch
+for line in sys.stdin:
+    code, env = json.loads(line)
+    if os.fork() == 0:
+        os.environ.clear()
+        os.environ.update(env)
+        try:
+            exec(code, {})
+        except BaseException:
+            print(traceback.format_exc())
+            os._exit(1)
+        finally:
+            sys.stdout.flush()
+        os._exit(0)
+    print("ended with", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+
+
+@cache
+def forks() -> subprocess.Popen[str]:
+    """It ends when its input does, with the tests."""
+    env, pipe = {**os.environ, "PYTHONPATH": str(ROOT)}, subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-c", FORKS], env=env, stdin=pipe, stdout=pipe, text=True
+    )
+
+
 def told(code: str = SAY, **env: str) -> str:
-    """What a fresh process prints."""
-    whole = {**os.environ, "PYTHONPATH": str(ROOT), **env}
-    done = subprocess.run([sys.executable, "-c", code], env=whole, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    """What a process prints that has imported nothing of regard's before."""
+    process = forks()
+    assert process.stdin is not None and process.stdout is not None
+    print(json.dumps([code, {**os.environ, **env}]), file=process.stdin, flush=True)
+    said = ""
+    for line in process.stdout:
+        if line.startswith("ended with "):
+            assert line == "ended with 0\n", said
+            return said.strip()
+        said += line
+    raise AssertionError("the process that forks has ended")
 
 
 def test_switched_off_is_told(tmp_path: Path) -> None:

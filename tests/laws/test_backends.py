@@ -17,8 +17,18 @@ from tests.laws.mechanisms import TIGHT, TOWERS, decoder, ids
 DIFFERENTIABLE = [b for b in BACKENDS if b != "flex"]  # torch has no CPU backward for flex
 
 
+@pytest.fixture
+def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flex runs the same rules without tracing each call anew, which costs a third of a second. That each rule can be
+    traced is a law of its own below."""
+    monkeypatch.setattr(
+        flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False
+    )
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.usefixtures("untraced")
 @torch.no_grad()
 def test_backend_equals_reference_for_every_mechanism(name: str, backend: str) -> None:
     each = isinstance(TOWERS[name]["attention"], tuple)
@@ -50,18 +60,45 @@ def operands(t: int = 9, s: int = 9, dtype: torch.dtype = torch.float64) -> list
     return [torch.randn(2, n, h, d).to(dtype) for n, h, d in ((t, 6, 8), (s, 3, 8), (s, 3, 5))]
 
 
-@pytest.mark.parametrize("spans", SPANS)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_backend_equals_reference_for_every_mask(backend: str, rule: str, spans: str) -> None:
+def assert_equals_reference(backend: str, rule: str, spans: str, extras: list[str]) -> None:
     q_pos, k_pos = SPANS[spans]
     q, k, v = operands(q_pos.size)
     mask, bias = Visible(RULES[rule], q_pos, k_pos), torch.randn(1, 6, q_pos.size, 9).double()
-    for extra in ({}, {"bias": bias, "softcap": 1.0}, {"sinks": torch.randn(6).double()}):
-        if backend == "flex" and "bias" in extra and rule != "causal":
-            continue  # each call is traced: a fifth of a second
+    known = {
+        "none": {},
+        "bias": {"bias": bias, "softcap": 1.0},
+        "sinks": {"sinks": torch.randn(6).double()},
+    }
+    for extra in (known[name] for name in extras):
         want = attend(q, k, v, mask.tensor(), backend="reference", **extra)
         torch.testing.assert_close(attend(q, k, v, mask, backend=backend, **extra), want, **TIGHT)
+
+
+@pytest.mark.parametrize("spans", SPANS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.usefixtures("untraced")
+def test_backend_equals_reference_for_every_mask(backend: str, rule: str, spans: str) -> None:
+    assert_equals_reference(backend, rule, spans, ["none", "bias", "sinks"])
+
+
+TRACED = [(rule, "square", "none") for rule in RULES]
+TRACED += [("causal", spans, "none") for spans in SPANS if spans != "square"]
+TRACED += [("causal", "square", extra) for extra in ("bias", "sinks")]
+
+
+@pytest.mark.parametrize("rule, spans, extra", TRACED)
+def test_flex_traced_equals_reference(rule: str, spans: str, extra: str) -> None:
+    """Each rule, each pair of spans and each extra once: the product of them is above, untraced."""
+    assert_equals_reference("flex", rule, spans, [extra])
+
+
+@pytest.mark.parametrize("name", ["gqa_rope", "window", "mla_wide_value", "softcap_sinks_t5"])
+@torch.no_grad()
+def test_flex_traced_in_a_model_equals_reference(name: str) -> None:
+    model, x = decoder(name, layers=1), ids(3, 9)
+    want = model(x, [9, 4, 6], backend="reference")
+    torch.testing.assert_close(model(x, [9, 4, 6], backend="flex"), want, **TIGHT)
 
 
 @pytest.mark.parametrize("backend", DIFFERENTIABLE)
