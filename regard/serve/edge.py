@@ -20,6 +20,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
+from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
 from regard.errors import UsageError
 from regard.files import write_whole
@@ -156,13 +157,17 @@ class Exchange:
 
     async def write(self, message: dict[str, Any]) -> None:
         """Send; a client that does not read is dropped, with all that waits for it."""
+        # uvicorn's side of the connection, which waits only when it has too much to send.
+        cycle = getattr(self.send, "__self__", None)
+        if isinstance(cycle, RequestResponseCycle) and not cycle.flow.write_paused:
+            await self.send(message)
+            return
         try:
             async with asyncio.timeout(self.limits.write_timeout):
                 await self.send(message)
         except TimeoutError:
-            transport = getattr(getattr(self.send, "__self__", None), "transport", None)
-            if transport is not None:
-                transport.abort()
+            if isinstance(cycle, RequestResponseCycle):
+                cycle.transport.abort()
             raise Gone from None
 
     async def begin(self, status: int, headers: dict[str, str]) -> None:

@@ -2,7 +2,7 @@
 
 Everything that touches the engine is a job in the thread's inbox: requests and cancels before each step, and between
 two steps at most one piece of other work (vectors, labels, a look inside), so that streams go on beside it. What a step
-says goes to the event loop in one call."""
+says goes to the event loop in one call, and what steps of a few milliseconds say goes together."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,6 +34,10 @@ from regard.text import Stream, Tokenizer
 from regard.train.plan import pick_device
 
 BACKLOG = 4096  # tokens of an answer that a client may leave unread
+# Seconds that an idle engine waits for requests that are being prepared, to begin with all of them in one batch.
+GATHER = 0.005
+# Seconds between two calls of the event loop: every call costs each stream a write. A slower step is told at once.
+HOLD = 0.01
 LOOKED_AT = 256  # requests that ran, kept so that they can be looked into
 LOOKED_TOKENS = 1 << 16  # of one of them
 T = TypeVar("T")
@@ -60,6 +65,7 @@ class Piece(NamedTuple):
 
 
 Arrival = tuple[int, list[Piece], list[Result] | None]
+Said = tuple["Ticket", list[Piece], list[Result] | None]
 
 
 class Ticket:
@@ -75,7 +81,7 @@ class Ticket:
         self.loop = asyncio.get_running_loop()
         self.pending: list[Piece] = []
         self.results: list[Result] | None = None
-        self.fault: Refusal | None = None
+        self.fault: Exception | None = None
         self.first: float | None = None  # when its first token was there
         # Of the engine's thread.
         self.texts: dict[int, tuple[Stream, list[str]]] = {}
@@ -113,7 +119,7 @@ class Ticket:
                 result.text = self.tokenizer.decode(result.ids, after=self.after)
         return results
 
-    def fail(self, fault: Refusal) -> None:
+    def fail(self, fault: Exception) -> None:
         self.fault = self.fault or fault
         self.wake.set()
 
@@ -141,8 +147,11 @@ class Host:
     """A model that is served. `submit`, `cancel` and `work` are for the event loop; what begins with _ happens in its
     thread, but for `_deliver`."""
 
-    def __init__(self, name: str, folder: str | Path, o: Options, queue_size: int):
+    def __init__(
+        self, name: str, folder: str | Path, o: Options, queue_size: int, coming: Callable[[], int]
+    ):
         self.name, self.queue_size, self.created = name, queue_size, int(time.time())
+        self.coming = coming  # requests that are being prepared
         plain = loaded(folder, pick_device(o.device)[0], o.dtype) if o.invariant else None
         self.opened = Opened(plain or folder, device=o.device, dtype=o.dtype, quantize=o.quantize)
         self.tokenizer = self.opened.tokenizer
@@ -159,7 +168,10 @@ class Host:
             self.engine = Engine(self.model, rows=o.rows, memory=memory, **more)
         self.known: dict[int, bytes] = {}  # bytes of tokens
         self.grammars: Any = None  # see regard.serve.grammar
-        self.tickets: dict[int, Ticket] = {}  # of the thread, by the engine's numbers
+        # Of the thread: tickets by the engine's numbers, what the event loop is to be told, and when it was told last.
+        self.tickets: dict[int, Ticket] = {}
+        self.said: list[Said] = []
+        self.told = 0.0
         self.open: set[Ticket] = set()  # of the event loop
         self.working = 0  # pieces of other work that wait
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -169,7 +181,7 @@ class Host:
         self.thread = threading.Thread(target=self._run, name=f"engine of {name}", daemon=True)
         self.thread.start()
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """What an answer depends on besides the request."""
         config = self.model.origin and sorted(self.model.origin.config.items())
@@ -190,16 +202,11 @@ class Host:
             self.known[index] = self.tokenizer.token_bytes(index)
         return self.known.get(index, b"")
 
-    async def submit(self, ticket: Ticket) -> None:
-        """Put a request into the engine's queue; what is wrong with it is raised. Who submits also cancels."""
-
-        def enter() -> None:
-            assert self.engine is not None
-            self.tickets[self.engine.submit(ticket.request)] = ticket
-
+    def submit(self, ticket: Ticket) -> None:
+        """Put a request into the engine's queue; what is wrong with it becomes its fault. Who submits also cancels."""
         self.check_room()
         self.open.add(ticket)
-        await self.ask(enter, self.inbox.put)
+        self.inbox.put(lambda: self._enter(ticket))
 
     def check_room(self) -> None:
         if self.dead is not None or self.closing:
@@ -217,16 +224,6 @@ class Host:
 
     async def work(self, job: Callable[[], T], param: str = "input") -> T:
         """What a function gives that needs the model, run between two steps; a mistake in `param` is named."""
-        self.check_room()
-        self.working += 1
-        try:
-            enter = self.jobs.append
-            return await self.ask(job, lambda run: self.inbox.put(lambda: enter(run)), param)
-        finally:
-            self.working -= 1
-
-    async def ask(self, job: Callable[[], T], put: Any, param: str | None = None) -> T:
-        """What `job` gives or raises in the engine's thread, where `put` brings it."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -237,11 +234,15 @@ class Host:
             except BaseException as error:
                 future.set_exception(error)
 
-        put(run)
+        self.check_room()
+        self.working += 1
         try:
+            self.inbox.put(lambda: self.jobs.append(run))
             return await asyncio.wrap_future(future)
         except UsageError as error:
             raise refused(error, param) from None
+        finally:
+            self.working -= 1
 
     def close(self) -> None:
         """End the thread after what it does now; those who wait are told."""
@@ -257,19 +258,23 @@ class Host:
             self.dead = type(error).__name__
         why = f"{self.name} is not being served any more"
         fault = Refusal(503, why, code="unavailable", wait=5)
+        with suppress(queue.Empty):
+            while True:
+                self.inbox.get_nowait()()
         for ticket in self.tickets.values():
             ticket.loop.call_soon_threadsafe(ticket.fail, fault)
         for run in self.jobs:
             run()
 
     def _round(self) -> None:
-        idle = (self.engine is None or self.engine.idle) and not self.jobs
-        try:
+        with suppress(queue.Empty):
+            if (self.engine is None or self.engine.idle) and not self.jobs:
+                self.inbox.get()()
+                end = time.monotonic() + GATHER
+                while self.coming() and (left := end - time.monotonic()) > 0:
+                    self.inbox.get(timeout=left)()
             while True:
-                self.inbox.get(block=idle)()
-                idle = False
-        except queue.Empty:
-            pass
+                self.inbox.get_nowait()()
         if self.jobs:
             self.jobs.popleft()()
         if self.engine is not None and not self.engine.idle:
@@ -288,6 +293,14 @@ class Host:
             return []
         return engine.cancel(engine.tried[0].number, f"the model failed: {type(error).__name__}")
 
+    def _enter(self, ticket: Ticket) -> None:
+        assert self.engine is not None
+        try:
+            self.tickets[self.engine.submit(ticket.request)] = ticket
+        except Exception as error:
+            fault = refused(error) if isinstance(error, UsageError) else error
+            ticket.loop.call_soon_threadsafe(ticket.fail, fault)
+
     def _cancel(self, ticket: Ticket) -> None:
         number = next((n for n, t in self.tickets.items() if t is ticket), None)
         if number is not None and self.engine is not None:
@@ -295,22 +308,24 @@ class Host:
             self.engine.cancel(number)
 
     def _tell(self, events: list[Event]) -> None:
-        """Hand what a step said to the event loop."""
-        said: list[tuple[Ticket, list[Piece], list[Result] | None]] = []
+        """Hand what a step said to the event loop, with what was held before it."""
+        now, due = time.monotonic(), bool(self.jobs)
         for event in events:
             ticket = self.tickets.get(event.request)
             if ticket is None:
                 continue
-            ticket.first = ticket.first or time.monotonic()
+            ticket.first = ticket.first or now
             if event.done is not None:
                 del self.tickets[event.request]
-                said.append((ticket, [], ticket.finish(event.done)))
+                self.said.append((ticket, [], ticket.finish(event.done)))
+                due = True
             elif ticket.live:
-                said.append((ticket, [ticket.piece(event)], None))
-        if said:
+                self.said.append((ticket, [ticket.piece(event)], None))
+        if self.said and (due or now - self.told >= HOLD):
+            said, self.said, self.told = self.said, [], now
             said[0][0].loop.call_soon_threadsafe(self._deliver, said)
 
-    def _deliver(self, said: list[tuple[Ticket, list[Piece], list[Result] | None]]) -> None:
+    def _deliver(self, said: list[Said]) -> None:
         """In the event loop again."""
         for ticket, pieces, results in said:
             ticket.pending += pieces
@@ -350,6 +365,7 @@ class Models:
         self.guard, self.metrics = Guard(keys), Metrics()
         self.hosts: dict[str, Host] = {}
         self.pool = ThreadPoolExecutor(2, thread_name_prefix="worker")
+        self.preparing = 0  # what the workers have to do
         self.ran: OrderedDict[str, Ran] = OrderedDict()
         for name in start or folders:
             self.load(name)
@@ -364,7 +380,8 @@ class Models:
                 f"{name} has {need / 2**30:.2f} GiB of weights, and of {self.memory / 2**30:.2f} GiB "
                 f"{used / 2**30:.2f} are in use; unload a model, or raise --memory"
             )
-        self.hosts[name] = Host(name, folder, self.options, self.limits.queue)
+        queue_size, coming = self.limits.queue, lambda: self.preparing
+        self.hosts[name] = Host(name, folder, self.options, queue_size, coming)
 
     async def unload(self, name: str) -> None:
         """Take a model out when what runs on it is done."""
@@ -393,12 +410,15 @@ class Models:
 
     async def worker(self, job: Callable[[], T]) -> T:
         """Run something that takes time beside the event loop."""
+        self.preparing += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self.pool, job)
         except UsageError as error:
             raise refused(error) from None
         except RecursionError:
             raise Refusal(400, "the body is nested too deep; send it flatter") from None
+        finally:
+            self.preparing -= 1
 
     @contextmanager
     def streaming(self) -> Iterator[None]:
