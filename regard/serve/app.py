@@ -251,16 +251,36 @@ ROUTES = {
 
 
 class Protocol(H11Protocol):
-    """uvicorn's, with a limit on how long the head of a request may take."""
+    """uvicorn's, with a limit on how long the head of a request may take, the first and those after it, and on how
+    long an answer may lie unread."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        limit = self.config.app.limits.read_timeout / 3  # type: ignore[union-attr]
+        self.unread, limits = 0, self.config.app.limits  # type: ignore[union-attr]
+        self.limits, self.waiting = (
+            limits,
+            self.loop.call_later(limits.read_timeout / 3, self.hurry),
+        )
+
+    def on_response_complete(self) -> None:
+        self.unread = self.transport.get_write_buffer_size()
+        self.wait()
+        super().on_response_complete()
+
+    def wait(self) -> None:
+        self.waiting.cancel()
+        limit = self.limits.write_timeout if self.unread else self.limits.read_timeout
         self.waiting = self.loop.call_later(limit, self.hurry)
 
     def hurry(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
-            self.transport.close()
+        if self.cycle is not None and not self.cycle.response_complete:
+            return
+        # A client that reads, if slowly, has time.
+        before, self.unread = self.unread, self.transport.get_write_buffer_size()
+        if 0 < self.unread < before:
+            self.wait()
+        else:
+            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.waiting.cancel()
