@@ -41,14 +41,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-OPEN: dict[int, list[socket.socket]] = defaultdict(list)  # connections of the client, by port
-
 
 def asked(port: int, bodies: list[dict[str, Any]]) -> tuple[float, list[bytes]]:
     """In the client's process: seconds until all answers are there, asked for at once, and the answers."""
-    kept, found, selector = OPEN[port], dict[Any, bytes](), selectors.DefaultSelector()
-    while len(kept) < len(bodies):
-        kept.append(socket.create_connection(("127.0.0.1", port)))
+    found, selector = dict[Any, bytes](), selectors.DefaultSelector()
+    kept = [socket.create_connection(("127.0.0.1", port)) for _ in bodies]
     began = time.perf_counter()
     for sock, body in zip(kept, bodies):
         data = json.dumps(body).encode()
@@ -69,7 +66,9 @@ def asked(port: int, bodies: list[dict[str, Any]]) -> tuple[float, list[bytes]]:
                 selector.unregister(sock)
             assert part, "the server broke off"
     seconds = time.perf_counter() - began
-    return seconds, [found[sock].partition(b"\r\n\r\n")[2] for sock, _ in zip(kept, bodies)]
+    for sock in kept:
+        sock.close()
+    return seconds, [found[sock].partition(b"\r\n\r\n")[2] for sock in kept]
 
 
 def overhead(pool: Any, client: Any, model: Any, rows: int, tokens: int, rounds: int) -> None:

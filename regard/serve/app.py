@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -315,9 +316,24 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        why = f"{host}:{port} cannot be listened on: {error.strerror}"
-        raise Fault(f"{why}; choose another with --port", ENVIRONMENT) from None
+    except (OSError, OverflowError) as error:
+        # Without the address, which Python says again.
+        why = (getattr(error, "strerror", None) or str(error)).partition(" (while")[0]
+        what = f"{host}:{port} cannot be listened on: {why}"
+        raise Fault(f"{what}; choose another with --port or --host", ENVIRONMENT) from None
+
+
+class Seldom(logging.Filter):
+    """A line a second, without frames: where no file is left, asyncio tells so for each connection that it tries."""
+
+    until = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.exc_info, now = None, time.monotonic()
+        if now < self.until:
+            return False
+        self.until = now + 1
+        return True
 
 
 def serve(app: App, sock: socket.socket) -> int:
@@ -327,6 +343,7 @@ def serve(app: App, sock: socket.socket) -> int:
     # A log that cannot be written is no reason to stop.
     logging.raiseExceptions = False
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
+    logging.getLogger("asyncio").addFilter(Seldom())
     server_for(app).run([sock])
     if app.exchanges:
         # What could not be finished in time is dropped with its threads.

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from regard.errors import Fault
+from regard.serve.app import listen
 from regard.serve.edge import Limits
 from regard.serve.host import Options
 from tests.serve.running import Client, running
@@ -208,9 +210,14 @@ def test_errors_name_no_paths(demo: Client) -> None:
 
 
 @contextmanager
-def process(*more: str, stderr: Any = subprocess.PIPE) -> Iterator[subprocess.Popen[str]]:
-    """`regard serve demo` as a process of its own."""
-    code = "from regard.__main__ import main; import sys; sys.exit(main(['serve', 'demo', *sys.argv[1:]]))"
+def process(
+    *more: str, stderr: Any = subprocess.PIPE, before: str = ""
+) -> Iterator[subprocess.Popen[str]]:
+    """`regard serve demo` as a process of its own, which does something before."""
+    code = (
+        before
+        + "from regard.__main__ import main; import sys; sys.exit(main(['serve', 'demo', *sys.argv[1:]]))"
+    )
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, *more]
     with subprocess.Popen(command, stderr=stderr, text=True, env=env) as running:
@@ -307,10 +314,30 @@ def test_log_on_a_full_disk_disturbs_nobody() -> None:
 def test_port_that_is_taken_is_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with process("--port", str(port)) as running:
-            said = running.communicate()[1]
-    assert running.returncode == 3 and said.count("\n") == 1, said
-    assert f"127.0.0.1:{port}" in said and "--port" in said
+        with pytest.raises(Fault) as error:
+            listen("127.0.0.1", port)
+    what = "cannot be listened on: Address already in use; choose another with --port or --host"
+    assert str(error.value) == f"127.0.0.1:{port} {what}" and error.value.code == 3
+    for host, port in (("192.0.2.99", 0), ("nowhere.invalid", 0), ("127.0.0.1", 1 << 16)):
+        with pytest.raises(Fault, match="cannot be listened on"):
+            listen(host, port)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs limits of a process")
+def test_no_file_left_for_a_connection() -> None:
+    """It waits until one is, and says so without frames."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); "
+    with process("--port", "0", before=limit) as running:
+        client = client_of(running)
+        socks = [socket.create_connection(("127.0.0.1", client.port)) for _ in range(100)]
+        time.sleep(0.3)
+        for sock in socks:
+            sock.close()
+        client.post("/v1/completions", SHORT)
+        running.send_signal(signal.SIGTERM)
+        assert running.stderr is not None
+        said = running.stderr.read()
+        assert running.wait(30) == 0 and "Traceback" not in said and "out of system" in said
 
 
 @pytest.mark.parametrize("years", [-10, 10])
