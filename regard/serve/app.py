@@ -10,9 +10,7 @@ import os
 import re
 import socket
 import sys
-import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,9 +68,6 @@ class App(Models):
             self.pool.shutdown(wait=False, cancel_futures=True)
             await send({"type": "lifespan.shutdown.complete"})
             return
-        if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1000})
-            return
         x = Exchange(scope, receive, send, self.limits)
         self.exchanges += 1
         try:
@@ -83,7 +78,7 @@ class App(Models):
             except Gone:
                 raise
             except Exception as error:
-                LOG.error("%s failed: %s", x.id, type(error).__name__, exc_info=self.tracebacks)
+                LOG.error("%s failed: %s", x.id, type(error).__name__)
                 await x.refuse(Refusal(500, f"the server failed; its log has {x.id}"))
         except (Gone, asyncio.CancelledError) as gone:
             x.note["gone"] = True
@@ -92,8 +87,6 @@ class App(Models):
         finally:
             self.exchanges -= 1
             self.count(x)
-
-    tracebacks = False  # of faults of ours, in the log
 
     async def answer(self, x: Exchange) -> None:
         path, method, fields = x.scope["path"], x.scope["method"], len(x.scope["headers"])
@@ -264,23 +257,19 @@ class Protocol(H11Protocol):
         )
 
     def on_response_complete(self) -> None:
-        self.unread = self.transport.get_write_buffer_size()
         self.wait()
         super().on_response_complete()
 
     def wait(self) -> None:
         self.waiting.cancel()
-        limit = self.limits.write_timeout if self.unread else self.limits.read_timeout
-        self.waiting = self.loop.call_later(limit, self.hurry)
+        self.unread = self.transport.get_write_buffer_size()
+        self.waiting = self.loop.call_later(self.limits.write_timeout, self.hurry)
 
     def hurry(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            return
-        # A client that reads, if slowly, has time.
-        before, self.unread = self.unread, self.transport.get_write_buffer_size()
-        if 0 < self.unread < before:
+        if 0 < self.transport.get_write_buffer_size() < self.unread:
+            # A client that reads, if slowly, has time.
             self.wait()
-        else:
+        elif self.cycle is None or self.cycle.response_complete:
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -294,14 +283,9 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: Any) -> None:
         self.config.app.draining = True  # type: ignore[union-attr]
         super().handle_exit(sig, frame)
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but a signal that ended it well is not raised again: the exit code is 0."""
-        with super().capture_signals():
-            yield
-            if not self.force_exit:
-                self._captured_signals.clear()
+        # What is kept here is raised again at the end; one that ends it well is not: the exit code is 0.
+        if not self.force_exit:
+            self._captured_signals.clear()
 
 
 def server_for(app: App) -> Server:
@@ -323,27 +307,15 @@ def listen(host: str, port: int) -> socket.socket:
         raise Fault(f"{what}; choose another with --port or --host", ENVIRONMENT) from None
 
 
-class Seldom(logging.Filter):
-    """A line a second, without frames: where no file is left, asyncio tells so for each connection that it tries."""
-
-    until = 0.0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.exc_info, now = None, time.monotonic()
-        if now < self.until:
-            return False
-        self.until = now + 1
-        return True
-
-
 def serve(app: App, sock: socket.socket) -> int:
     """Run until SIGTERM or Ctrl-C, then finish what runs."""
     # Threads that hand on what a step said must not wait long for each other.
     sys.setswitchinterval(0.001)
     # A log that cannot be written is no reason to stop.
     logging.raiseExceptions = False
-    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
-    logging.getLogger("asyncio").addFilter(Seldom())
+    # Where no file is left, asyncio tells so, with frames, for each connection that it tries.
+    for name in ("uvicorn", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     server_for(app).run([sock])
     if app.exchanges:
         # What could not be finished in time is dropped with its threads.

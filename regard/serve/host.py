@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,10 +33,8 @@ from regard.text import Stream, Tokenizer
 from regard.train.plan import pick_device
 
 BACKLOG = 4096  # tokens of an answer that a client may leave unread
-# Seconds that an idle engine waits for requests that are being prepared, to begin with all of them in one batch.
-GATHER = 0.005
-# Seconds between two calls of the event loop: every call costs each stream a write. A slower step is told at once.
-HOLD = 0.01
+GATHER = 0.005  # seconds that an idle engine waits for requests that are being prepared, to begin with all of them
+HOLD = 0.01  # seconds between two calls of the event loop, as each costs every stream a write
 LOOKED_AT = 256  # requests that ran, kept so that they can be looked into
 LOOKED_TOKENS = 1 << 16  # of one of them
 T = TypeVar("T")
@@ -147,11 +144,9 @@ class Host:
     """A model that is served. `submit`, `cancel` and `work` are for the event loop; what begins with _ happens in its
     thread, but for `_deliver`."""
 
-    def __init__(
-        self, name: str, folder: str | Path, o: Options, queue_size: int, coming: Callable[[], int]
-    ):
-        self.name, self.queue_size, self.created = name, queue_size, int(time.time())
-        self.coming = coming  # requests that are being prepared
+    def __init__(self, name: str, folder: str | Path, models: Models):
+        self.name, self.models, self.created = name, models, int(time.time())
+        o = models.options
         plain = loaded(folder, pick_device(o.device)[0], o.dtype) if o.invariant else None
         self.opened = Opened(plain or folder, device=o.device, dtype=o.dtype, quantize=o.quantize)
         self.tokenizer = self.opened.tokenizer
@@ -181,7 +176,7 @@ class Host:
         self.thread = threading.Thread(target=self._run, name=f"engine of {name}", daemon=True)
         self.thread.start()
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """What an answer depends on besides the request."""
         config = self.model.origin and sorted(self.model.origin.config.items())
@@ -212,7 +207,7 @@ class Host:
         if self.dead is not None or self.closing:
             raise Refusal(503, f"{self.name} is not being served now", code="unavailable", wait=5)
         count = len(self.open) + self.working
-        if count >= self.queue_size:
+        if count >= self.models.limits.queue:
             why = f"{self.name} has {count} requests; come back later"
             raise Refusal(429, why, code="queue_full", wait=1)
 
@@ -271,7 +266,7 @@ class Host:
             if (self.engine is None or self.engine.idle) and not self.jobs:
                 self.inbox.get()()
                 end = time.monotonic() + GATHER
-                while self.coming() and (left := end - time.monotonic()) > 0:
+                while self.models.preparing and (left := end - time.monotonic()) > 0:
                     self.inbox.get(timeout=left)()
             while True:
                 self.inbox.get_nowait()()
@@ -380,8 +375,7 @@ class Models:
                 f"{name} has {need / 2**30:.2f} GiB of weights, and of {self.memory / 2**30:.2f} GiB "
                 f"{used / 2**30:.2f} are in use; unload a model, or raise --memory"
             )
-        queue_size, coming = self.limits.queue, lambda: self.preparing
-        self.hosts[name] = Host(name, folder, self.options, queue_size, coming)
+        self.hosts[name] = Host(name, folder, self)
 
     async def unload(self, name: str) -> None:
         """Take a model out when what runs on it is done."""
