@@ -265,13 +265,19 @@ def peers(pool: Any, rows: int, tokens: int, rounds: int, quick: bool) -> None:
             for i, (name, command) in enumerate(commands(folder, rows).items())
         }
         for number in range(rounds + 1):
-            for name, port in ports.items():
+            for name, port in list(ports.items()):
                 model = "model" if name == "regard" else str(folder)
                 body = {"model": model, "max_tokens": tokens, "temperature": 0}
                 # Other prompts in each round, so that no cache of them helps.
                 prompts = [f"{number} {i} " + "the quick brown fox " * 4 for i in range(rows)]
                 bodies = [{**body, "prompt": prompt} for prompt in prompts]
-                took, answers = pool.submit(asked, port, bodies).result()
+                try:
+                    took, answers = pool.submit(asked, port, bodies).result()
+                except (AssertionError, OSError) as error:
+                    print(f"{name} is left out: {error!s:.300}", flush=True)
+                    seconds.pop(name, None)
+                    del ports[name]
+                    continue
                 data = [json.loads(answer) for answer in answers]
                 seconds[name].append(took)
                 counts[name] = sum(each["usage"]["completion_tokens"] for each in data)
