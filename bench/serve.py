@@ -291,9 +291,13 @@ def peers(pool: Any, rows: int, tokens: int, rounds: int, quick: bool) -> None:
 
 
 def main() -> None:
-    # Before there are threads.
-    pool = ProcessPoolExecutor(1, mp_context=get_context("fork"))
-    pool.submit(os.getpid).result()
+    # The client's process, before there are threads.
+    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
+        pool.submit(os.getpid).result()
+        measure(pool)
+
+
+def measure(pool: Any) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rows", type=int, default=16)
@@ -317,7 +321,7 @@ def main() -> None:
     name = "demo" if o.streams else "model"
     limits = Limits(queue=4096, streams=4096)
     with running(
-        {"model": folder, "demo": "demo"}, start=["model", name], options=Options(), limits=limits
+        {"model": folder, "demo": "demo"}, start={"model", name}, options=Options(), limits=limits
     ) as client:
         overhead(pool, client, Opened(folder).model, o.rows, o.tokens, o.rounds)
         if o.streams:
