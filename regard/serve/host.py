@@ -34,7 +34,7 @@ from regard.train.plan import pick_device
 
 BACKLOG = 4096  # tokens of an answer that a client may leave unread
 GATHER = 0.005  # seconds that an idle engine waits for requests that are being prepared, to begin with all of them
-HOLD = 0.01  # seconds between two calls of the event loop, as each costs every stream a write
+HOLD = 0.02  # seconds between two calls of the event loop, as each costs every stream a write
 LOOKED_AT = 256  # requests that ran, kept so that they can be looked into
 LOOKED_TOKENS = 1 << 16  # of one of them
 T = TypeVar("T")
