@@ -91,6 +91,7 @@ def next_steps(config: Path, run: Path) -> str:
         f"regard compare {run} {HOME}/wide": "side by side",
         "regard recipes copy dates-gru": "the same dates, before Transformers",
         "regard recipes list": "prose, pictures, King James English, BERT",
+        f"regard serve dates={run}/best": "then open http://127.0.0.1:8000: translate, and look inside",
     }
     width = max(map(len, steps))
     return "\n".join(f"  {line:<{width}}   {what}" for line, what in steps.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -67,8 +68,7 @@ def run(options: Options) -> int:
         raise UsageError("give a model folder, or demo: regard serve demo")
     here = o.host in ("127.0.0.1", "::1", "localhost")
     if not here and keys is None:
-        what = f"warning: whoever reaches {o.host} can use this server; --keys asks for a key"
-        print(what, file=sys.stderr)
+        say(f"warning: whoever reaches {o.host} can use this server; --keys asks for a key")
 
     from regard.serve.app import App, listen, serve
     from regard.serve.edge import Limits
@@ -83,8 +83,14 @@ def run(options: Options) -> int:
     more = {"start": list(named), "keys": keys, "memory": memory, "local": here}
     app = App({**named, **cli.pairs(o.also, "--also")}, options=how, limits=limits, **more)
     address = f"http://{o.host}:{sock.getsockname()[1]}"
-    print(f"{', '.join(app.hosts)} at {address}/v1   Ctrl-C ends", file=sys.stderr, flush=True)
+    say(f"{', '.join(app.hosts)} at {address}/v1   Ctrl-C ends")
     return serve(app, sock)
+
+
+def say(text: str) -> None:
+    """A line beside the log; where that cannot be written, the server goes on without."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def folders(models: tuple[str, ...]) -> dict[str, str]:

@@ -378,8 +378,17 @@ def _dataset(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Recor
     name, split, files = kind, "train", {"data_files": str(path)}
     if kind == "hub":
         (name, _, split), files = str(path).partition(":"), {}
-    rows = load(name, split=split or "train", streaming=True, **files)
-    return (_picked(row, source, roles, str(path)) for row in rows)
+    try:
+        for row in load(name, split=split or "train", streaming=True, **files):
+            yield _picked(row, source, roles, str(path))
+    except UsageError:
+        raise
+    # Whatever that package and those below it raise: a broken file, an unknown name, no network.
+    except Exception as error:
+        why = " ".join(str(error).split())
+        raise DataError(
+            f"{path}: datasets cannot read it ({type(error).__name__}: {why})"
+        ) from None
 
 
 READERS: dict[str, Callable[[Path, Source, Sequence[str]], Iterator[Record]]] = {

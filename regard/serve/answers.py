@@ -96,7 +96,7 @@ class Ask:
                     request.ids = [special_of(model).start or 0]
                 request.mask = self.mask() if self.mask else None
                 tickets.append(Ticket(request, self.host.tokenizer, self.stop, live, wake))
-                await self.host.submit(tickets[-1])
+                self.host.submit(tickets[-1])
             yield tickets
         finally:
             for ticket in tickets:

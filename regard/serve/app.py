@@ -10,8 +10,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,9 +68,6 @@ class App(Models):
             self.pool.shutdown(wait=False, cancel_futures=True)
             await send({"type": "lifespan.shutdown.complete"})
             return
-        if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1000})
-            return
         x = Exchange(scope, receive, send, self.limits)
         self.exchanges += 1
         try:
@@ -82,7 +78,7 @@ class App(Models):
             except Gone:
                 raise
             except Exception as error:
-                LOG.error("%s failed: %s", x.id, type(error).__name__, exc_info=self.tracebacks)
+                LOG.error("%s failed: %s", x.id, type(error).__name__)
                 await x.refuse(Refusal(500, f"the server failed; its log has {x.id}"))
         except (Gone, asyncio.CancelledError) as gone:
             x.note["gone"] = True
@@ -91,8 +87,6 @@ class App(Models):
         finally:
             self.exchanges -= 1
             self.count(x)
-
-    tracebacks = False  # of faults of ours, in the log
 
     async def answer(self, x: Exchange) -> None:
         path, method, fields = x.scope["path"], x.scope["method"], len(x.scope["headers"])
@@ -251,16 +245,32 @@ ROUTES = {
 
 
 class Protocol(H11Protocol):
-    """uvicorn's, with a limit on how long the head of a request may take."""
+    """uvicorn's, with a limit on how long the head of a request may take, the first and those after it, and on how
+    long an answer may lie unread."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        limit = self.config.app.limits.read_timeout / 3  # type: ignore[union-attr]
-        self.waiting = self.loop.call_later(limit, self.hurry)
+        self.unread, limits = 0, self.config.app.limits  # type: ignore[union-attr]
+        self.limits, self.waiting = (
+            limits,
+            self.loop.call_later(limits.read_timeout / 3, self.hurry),
+        )
+
+    def on_response_complete(self) -> None:
+        self.wait()
+        super().on_response_complete()
+
+    def wait(self) -> None:
+        self.waiting.cancel()
+        self.unread = self.transport.get_write_buffer_size()
+        self.waiting = self.loop.call_later(self.limits.write_timeout, self.hurry)
 
     def hurry(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
-            self.transport.close()
+        if 0 < self.transport.get_write_buffer_size() < self.unread:
+            # A client that reads, if slowly, has time.
+            self.wait()
+        elif self.cycle is None or self.cycle.response_complete:
+            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.waiting.cancel()
@@ -273,14 +283,9 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: Any) -> None:
         self.config.app.draining = True  # type: ignore[union-attr]
         super().handle_exit(sig, frame)
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but a signal that ended it well is not raised again: the exit code is 0."""
-        with super().capture_signals():
-            yield
-            if not self.force_exit:
-                self._captured_signals.clear()
+        # What is kept here is raised again at the end; one that ends it well is not: the exit code is 0.
+        if not self.force_exit:
+            self._captured_signals.clear()
 
 
 def server_for(app: App) -> Server:
@@ -295,9 +300,11 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        why = f"{host}:{port} cannot be listened on: {error.strerror}"
-        raise Fault(f"{why}; choose another with --port", ENVIRONMENT) from None
+    except (OSError, OverflowError) as error:
+        # Without the address, which Python says again.
+        why = (getattr(error, "strerror", None) or str(error)).partition(" (while")[0]
+        what = f"{host}:{port} cannot be listened on: {why}"
+        raise Fault(f"{what}; choose another with --port or --host", ENVIRONMENT) from None
 
 
 def serve(app: App, sock: socket.socket) -> int:
@@ -306,7 +313,9 @@ def serve(app: App, sock: socket.socket) -> int:
     sys.setswitchinterval(0.001)
     # A log that cannot be written is no reason to stop.
     logging.raiseExceptions = False
-    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
+    # Where no file is left, asyncio tells so, with frames, for each connection that it tries.
+    for name in ("uvicorn", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     server_for(app).run([sock])
     if app.exchanges:
         # What could not be finished in time is dropped with its threads.

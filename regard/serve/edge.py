@@ -51,7 +51,7 @@ class Limits:
     streams: int = 1024  # streams that are open
     deadline: float = 600.0  # seconds for an answer
     read_timeout: float = 30.0  # seconds for a body to come; for the head of a request, a third
-    write_timeout: float = 30.0  # seconds that a client may leave an answer unread
+    write_timeout: float = 30.0  # seconds for an answer to be read, or a connection to be used
     drain: float = 30.0  # seconds for what runs when the server is told to end
 
 
@@ -159,13 +159,17 @@ class Exchange:
 
     async def write(self, message: dict[str, Any]) -> None:
         """Send; a client that does not read is dropped, with all that waits for it."""
+        # uvicorn's side of the connection, which waits only when it has too much to send.
+        cycle: Any = getattr(self.send, "__self__", None)
+        paused = getattr(getattr(cycle, "flow", None), "write_paused", None)
+        if paused is False:
+            return await self.send(message)
         try:
             async with asyncio.timeout(self.limits.write_timeout):
                 await self.send(message)
         except TimeoutError:
-            transport = getattr(getattr(self.send, "__self__", None), "transport", None)
-            if transport is not None:
-                transport.abort()
+            if paused:
+                cycle.transport.abort()
             raise Gone from None
 
     async def begin(self, status: int, headers: dict[str, str]) -> None:

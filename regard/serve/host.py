@@ -2,7 +2,7 @@
 
 Everything that touches the engine is a job in the thread's inbox: requests and cancels before each step, and between
 two steps at most one piece of other work (vectors, labels, a look inside), so that streams go on beside it. What a step
-says goes to the event loop in one call."""
+says goes to the event loop in one call, and what steps of a few milliseconds say goes together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -33,6 +33,8 @@ from regard.text import Stream, Tokenizer
 from regard.train.plan import pick_device
 
 BACKLOG = 4096  # tokens of an answer that a client may leave unread
+GATHER = 0.005  # seconds that an idle engine waits for requests that are being prepared, to begin with all of them
+HOLD = 0.02  # seconds between two calls of the event loop, as each costs every stream a write
 LOOKED_AT = 256  # requests that ran, kept so that they can be looked into
 LOOKED_TOKENS = 1 << 16  # of one of them
 T = TypeVar("T")
@@ -60,6 +62,7 @@ class Piece(NamedTuple):
 
 
 Arrival = tuple[int, list[Piece], list[Result] | None]
+Said = tuple["Ticket", list[Piece], list[Result] | None]
 
 
 class Ticket:
@@ -75,7 +78,7 @@ class Ticket:
         self.loop = asyncio.get_running_loop()
         self.pending: list[Piece] = []
         self.results: list[Result] | None = None
-        self.fault: Refusal | None = None
+        self.fault: Exception | None = None
         self.first: float | None = None  # when its first token was there
         # Of the engine's thread.
         self.texts: dict[int, tuple[Stream, list[str]]] = {}
@@ -113,7 +116,7 @@ class Ticket:
                 result.text = self.tokenizer.decode(result.ids, after=self.after)
         return results
 
-    def fail(self, fault: Refusal) -> None:
+    def fail(self, fault: Exception) -> None:
         self.fault = self.fault or fault
         self.wake.set()
 
@@ -141,8 +144,9 @@ class Host:
     """A model that is served. `submit`, `cancel` and `work` are for the event loop; what begins with _ happens in its
     thread, but for `_deliver`."""
 
-    def __init__(self, name: str, folder: str | Path, o: Options, queue_size: int):
-        self.name, self.queue_size, self.created = name, queue_size, int(time.time())
+    def __init__(self, name: str, folder: str | Path, models: Models):
+        self.name, self.models, self.created = name, models, int(time.time())
+        o = models.options
         plain = loaded(folder, pick_device(o.device)[0], o.dtype) if o.invariant else None
         self.opened = Opened(plain or folder, device=o.device, dtype=o.dtype, quantize=o.quantize)
         self.tokenizer = self.opened.tokenizer
@@ -160,7 +164,10 @@ class Host:
             self.engine = Engine(self.model, rows=o.rows, memory=memory, **more)
         self.known: dict[int, bytes] = {}  # bytes of tokens
         self.grammars: Any = None  # see regard.serve.grammar
-        self.tickets: dict[int, Ticket] = {}  # of the thread, by the engine's numbers
+        # Of the thread: tickets by the engine's numbers, what the event loop is to be told, and when it was told last.
+        self.tickets: dict[int, Ticket] = {}
+        self.said: list[Said] = []
+        self.told = 0.0
         self.open: set[Ticket] = set()  # of the event loop
         self.working = 0  # pieces of other work that wait
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -191,22 +198,17 @@ class Host:
             self.known[index] = self.tokenizer.token_bytes(index)
         return self.known.get(index, b"")
 
-    async def submit(self, ticket: Ticket) -> None:
-        """Put a request into the engine's queue; what is wrong with it is raised. Who submits also cancels."""
-
-        def enter() -> None:
-            assert self.engine is not None
-            self.tickets[self.engine.submit(ticket.request)] = ticket
-
+    def submit(self, ticket: Ticket) -> None:
+        """Put a request into the engine's queue; what is wrong with it becomes its fault. Who submits also cancels."""
         self.check_room()
         self.open.add(ticket)
-        await self.ask(enter, self.inbox.put)
+        self.inbox.put(lambda: self._enter(ticket))
 
     def check_room(self) -> None:
         if self.dead is not None or self.closing:
             raise Refusal(503, f"{self.name} is not being served now", code="unavailable", wait=5)
         count = len(self.open) + self.working
-        if count >= self.queue_size:
+        if count >= self.models.limits.queue:
             why = f"{self.name} has {count} requests; come back later"
             raise Refusal(429, why, code="queue_full", wait=1)
 
@@ -218,16 +220,6 @@ class Host:
 
     async def work(self, job: Callable[[], T], param: str = "input") -> T:
         """What a function gives that needs the model, run between two steps; a mistake in `param` is named."""
-        self.check_room()
-        self.working += 1
-        try:
-            enter = self.jobs.append
-            return await self.ask(job, lambda run: self.inbox.put(lambda: enter(run)), param)
-        finally:
-            self.working -= 1
-
-    async def ask(self, job: Callable[[], T], put: Any, param: str | None = None) -> T:
-        """What `job` gives or raises in the engine's thread, where `put` brings it."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -238,11 +230,15 @@ class Host:
             except BaseException as error:
                 future.set_exception(error)
 
-        put(run)
+        self.check_room()
+        self.working += 1
         try:
+            self.inbox.put(lambda: self.jobs.append(run))
             return await asyncio.wrap_future(future)
         except UsageError as error:
             raise refused(error, param) from None
+        finally:
+            self.working -= 1
 
     def close(self) -> None:
         """End the thread after what it does now; those who wait are told."""
@@ -258,19 +254,23 @@ class Host:
             self.dead = type(error).__name__
         why = f"{self.name} is not being served any more"
         fault = Refusal(503, why, code="unavailable", wait=5)
+        with suppress(queue.Empty):
+            while True:
+                self.inbox.get_nowait()()
         for ticket in self.tickets.values():
             ticket.loop.call_soon_threadsafe(ticket.fail, fault)
         for run in self.jobs:
             run()
 
     def _round(self) -> None:
-        idle = (self.engine is None or self.engine.idle) and not self.jobs
-        try:
+        with suppress(queue.Empty):
+            if (self.engine is None or self.engine.idle) and not self.jobs:
+                self.inbox.get()()
+                end = time.monotonic() + GATHER
+                while self.models.preparing and (left := end - time.monotonic()) > 0:
+                    self.inbox.get(timeout=left)()
             while True:
-                self.inbox.get(block=idle)()
-                idle = False
-        except queue.Empty:
-            pass
+                self.inbox.get_nowait()()
         if self.jobs:
             self.jobs.popleft()()
         if self.engine is not None and not self.engine.idle:
@@ -289,6 +289,14 @@ class Host:
             return []
         return engine.cancel(engine.tried[0].number, f"the model failed: {type(error).__name__}")
 
+    def _enter(self, ticket: Ticket) -> None:
+        assert self.engine is not None
+        try:
+            self.tickets[self.engine.submit(ticket.request)] = ticket
+        except Exception as error:
+            fault = refused(error) if isinstance(error, UsageError) else error
+            ticket.loop.call_soon_threadsafe(ticket.fail, fault)
+
     def _cancel(self, ticket: Ticket) -> None:
         number = next((n for n, t in self.tickets.items() if t is ticket), None)
         if number is not None and self.engine is not None:
@@ -296,22 +304,24 @@ class Host:
             self.engine.cancel(number)
 
     def _tell(self, events: list[Event]) -> None:
-        """Hand what a step said to the event loop."""
-        said: list[tuple[Ticket, list[Piece], list[Result] | None]] = []
+        """Hand what a step said to the event loop, with what was held before it."""
+        now, due = time.monotonic(), bool(self.jobs)
         for event in events:
             ticket = self.tickets.get(event.request)
             if ticket is None:
                 continue
-            ticket.first = ticket.first or time.monotonic()
+            ticket.first = ticket.first or now
             if event.done is not None:
                 del self.tickets[event.request]
-                said.append((ticket, [], ticket.finish(event.done)))
+                self.said.append((ticket, [], ticket.finish(event.done)))
+                due = True
             elif ticket.live:
-                said.append((ticket, [ticket.piece(event)], None))
-        if said:
+                self.said.append((ticket, [ticket.piece(event)], None))
+        if self.said and (due or now - self.told >= HOLD):
+            said, self.said, self.told = self.said, [], now
             said[0][0].loop.call_soon_threadsafe(self._deliver, said)
 
-    def _deliver(self, said: list[tuple[Ticket, list[Piece], list[Result] | None]]) -> None:
+    def _deliver(self, said: list[Said]) -> None:
         """In the event loop again."""
         for ticket, pieces, results in said:
             ticket.pending += pieces
@@ -351,6 +361,7 @@ class Models:
         self.guard, self.metrics = Guard(keys), Metrics()
         self.hosts: dict[str, Host] = {}
         self.pool = ThreadPoolExecutor(2, thread_name_prefix="worker")
+        self.preparing = 0  # what the workers have to do
         self.ran: OrderedDict[str, Ran] = OrderedDict()
         for name in start or folders:
             self.load(name)
@@ -365,7 +376,7 @@ class Models:
                 f"{name} has {need / 2**30:.2f} GiB of weights, and of {self.memory / 2**30:.2f} GiB "
                 f"{used / 2**30:.2f} are in use; unload a model, or raise --memory"
             )
-        self.hosts[name] = Host(name, folder, self.options, self.limits.queue)
+        self.hosts[name] = Host(name, folder, self)
 
     async def unload(self, name: str) -> None:
         """Take a model out when what runs on it is done."""
@@ -394,12 +405,15 @@ class Models:
 
     async def worker(self, job: Callable[[], T]) -> T:
         """Run something that takes time beside the event loop."""
+        self.preparing += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self.pool, job)
         except UsageError as error:
             raise refused(error) from None
         except RecursionError:
             raise Refusal(400, "the body is nested too deep; send it flatter") from None
+        finally:
+            self.preparing -= 1
 
     @contextmanager
     def streaming(self) -> Iterator[None]:

@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from regard.serve.app import App, listen, server_for
+from regard.serve.app import App, Server, listen, server_for
 
 
 class Client:
     """Asks a server; `app` is what answers."""
 
     timeout = 60.0  # seconds without a byte
+    server: Server  # where it runs in this process
 
     def __init__(self, app: App, port: int, key: str | None = None):
         self.app, self.port, self.key = app, port, key
@@ -77,8 +78,10 @@ def running(
     thread.start()
     while not server.started:
         time.sleep(0.005)
+    client = Client(app, sock.getsockname()[1], key)
+    client.server = server
     try:
-        yield Client(app, sock.getsockname()[1], key)
+        yield client
     finally:
         server.should_exit = True
         thread.join(30)

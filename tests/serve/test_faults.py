@@ -2,16 +2,21 @@
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
 
+from regard.errors import Fault
+from regard.serve.app import listen
 from regard.serve.edge import Limits
 from regard.serve.host import Options
 from tests.serve.running import Client, running
@@ -204,32 +209,214 @@ def test_errors_name_no_paths(demo: Client) -> None:
         assert headers["x-request-id"].startswith("req_")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
-def test_told_to_end_it_finishes_what_runs() -> None:
-    code = "from regard.__main__ import main; import sys; sys.exit(main(['serve', 'demo', '--port', '0']))"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+@contextmanager
+def process(
+    *more: str, stderr: Any = subprocess.PIPE, before: str = ""
+) -> Iterator[subprocess.Popen[str]]:
+    """`regard serve demo` as a process of its own, which does something before."""
+    code = (
+        before
+        + "from regard.__main__ import main; import sys; sys.exit(main(['serve', 'demo', *sys.argv[1:]]))"
     )
-    assert process.stderr is not None
-    line = process.stderr.readline()
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, *more]
+    with subprocess.Popen(command, stderr=stderr, text=True, env=env) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+def client_of(running: subprocess.Popen[str]) -> Client:
+    """Wait until it says where it is."""
+    assert running.stderr is not None
+    line = running.stderr.readline()
     while "http://" not in line:
         assert line, "the server did not start"
-        line = process.stderr.readline()
-    port = int(line.partition("127.0.0.1:")[2].partition("/")[0])
+        line = running.stderr.readline()
+    return Client(None, int(line.partition("127.0.0.1:")[2].partition("/")[0]))  # type: ignore[arg-type]
+
+
+def when_ready(port: int) -> Client:
+    """Of a server that says nothing, or not where it is read."""
     client = Client(None, port)  # type: ignore[arg-type]
-    found: list[Any] = []
-    body = {**LONG, "stream": True, "n": 2}
-    thread = threading.Thread(target=lambda: found.append(client.events("/v1/completions", body)))
+    while True:
+        try:
+            if client.request("GET", "/ready")[0] == 200:
+                return client
+        except OSError:
+            time.sleep(0.05)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return sock.getsockname()[1]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
+def test_told_to_end_it_finishes_what_runs() -> None:
+    with process("--port", "0") as running:
+        client, found = client_of(running), list[Any]()
+        body = {**LONG, "stream": True, "n": 2}
+        thread = threading.Thread(
+            target=lambda: found.append(client.events("/v1/completions", body))
+        )
+        thread.start()
+        while "regard_streams 1" not in client.request("GET", "/metrics")[2].decode():
+            time.sleep(0.005)
+        running.send_signal(signal.SIGTERM)
+        thread.join()
+        assert running.wait(30) == 0
+        ends = [c["finish_reason"] for chunk in found[0] for c in chunk["choices"]]
+        assert ends.count("length") + ends.count("stop") == 2
+        assert running.stderr is not None
+        rest = running.stderr.read()
+        assert "12 + 30" not in rest and "Traceback" not in rest
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
+def test_killed_under_load_it_breaks_off_and_starts_again() -> None:
+    """Clients see that the answer is not whole, and the port is free at once."""
+    port = free_port()
+    body = json.dumps({**LONG, "stream": True}).encode()
+    with process("--port", str(port), "--quiet") as running:
+        client = when_ready(port)
+        expected = client.post("/v1/completions", SHORT)["choices"]
+        socks = [socket.create_connection(("127.0.0.1", port)) for _ in range(8)]
+        for sock in socks:
+            sock.sendall(head(body) + body)
+        for sock in socks[:4]:
+            assert sock.recv(100).startswith(b"HTTP/1.1 200")
+        running.kill()
+    for sock in socks:
+        found = b""
+        with sock, suppress(ConnectionError):
+            while part := sock.recv(65536):
+                found += part
+        # Neither the end of the events nor that of the chunks.
+        assert b"[DONE]" not in found and not found.endswith(b"0\r\n\r\n")
+    with process("--port", str(port), "--quiet"):
+        assert when_ready(port).post("/v1/completions", SHORT)["choices"] == expected
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_log_on_a_full_disk_disturbs_nobody() -> None:
+    port = free_port()
+    with open("/dev/full", "w") as full, process("--port", str(port), stderr=full) as running:
+        client = when_ready(port)
+        for _ in range(3):
+            client.post("/v1/completions", SHORT)
+            client.post("/v1/completions", {"model": "none", "prompt": "a"}, 404)
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(30) == 0
+
+
+def test_port_that_is_taken_is_one_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(Fault) as error:
+            listen("127.0.0.1", port)
+    what = "cannot be listened on: Address already in use; choose another with --port or --host"
+    assert str(error.value) == f"127.0.0.1:{port} {what}" and error.value.code == 3
+    for host, port in (("192.0.2.99", 0), ("nowhere.invalid", 0), ("127.0.0.1", 1 << 16)):
+        with pytest.raises(Fault, match="cannot be listened on"):
+            listen(host, port)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs limits of a process")
+def test_no_file_left_for_a_connection() -> None:
+    """It waits until one is, and fills no log with frames meanwhile."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); "
+    with process("--port", "0", before=limit) as running:
+        client = client_of(running)
+        socks = [socket.create_connection(("127.0.0.1", client.port)) for _ in range(100)]
+        time.sleep(0.3)
+        for sock in socks:
+            sock.close()
+        client.post("/v1/completions", SHORT)
+        running.send_signal(signal.SIGTERM)
+        assert running.stderr is not None
+        said = running.stderr.read()
+        assert running.wait(30) == 0 and "Traceback" not in said
+
+
+@pytest.mark.parametrize("years", [-10, 10])
+def test_clock_that_jumps_changes_nothing(
+    plain: Client, monkeypatch: pytest.MonkeyPatch, years: int
+) -> None:
+    """Deadlines, rates and timeouts are by a clock that only goes forward."""
+    body = {**LONG, "temperature": 0}
+    expected = plain.post("/v1/completions", body)["choices"]
+    real, found, host = time.time, list[Any](), plain.app.hosts["demo"]
+    thread = threading.Thread(target=lambda: found.append(plain.post("/v1/completions", body)))
     thread.start()
-    while "regard_streams 1" not in client.request("GET", "/metrics")[2].decode():
-        time.sleep(0.005)
-    process.send_signal(signal.SIGTERM)
+    while not host.tickets and thread.is_alive():
+        time.sleep(0.001)
+    monkeypatch.setattr(time, "time", lambda: real() + years * 365 * 86400)
     thread.join()
-    assert process.wait(30) == 0
-    ends = [c["finish_reason"] for chunk in found[0] for c in chunk["choices"]]
-    assert ends.count("length") + ends.count("stop") == 2
-    rest = process.stderr.read()
-    assert "12 + 30" not in rest and "Traceback" not in rest
+    assert found[0]["choices"] == expected
+    assert plain.post("/v1/completions", SHORT)["choices"]
+
+
+def test_100_megabytes_are_refused_and_not_kept(demo: Client) -> None:
+    size, part = 100 << 20, b" " * (1 << 20)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with socket.create_connection(("127.0.0.1", demo.port), timeout=60) as sock:
+        sock.sendall(head(b"").replace(b"Length: 0", f"Length: {size}".encode()))
+        for _ in range(100):
+            sock.sendall(part)
+        assert sock.recv(100).startswith(b"HTTP/1.1 413")
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 30 << 10, f"{grown >> 10} MiB"
+    demo.idle()
+
+
+def test_second_head_that_does_not_come() -> None:
+    """A connection that was used once gets no longer to send its next head than a fresh one."""
+    with running({"demo": "demo"}, limits=Limits(write_timeout=0.5)) as client:
+        with socket.create_connection(("127.0.0.1", client.port), timeout=20) as sock:
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            found = b""
+            while not found.endswith(b"}"):
+                found += sock.recv(4096)
+            sock.sendall(b"GET /hea")
+            with suppress(ConnectionResetError):
+                assert sock.recv(4096) == b""
+        # Neither does a body that nobody waits for.
+        with socket.create_connection(("127.0.0.1", client.port), timeout=20) as sock:
+            sock.sendall(head(b"x" * 1000, path="/nowhere") + b"{")
+            with suppress(ConnectionResetError):
+                while sock.recv(4096):
+                    pass
+
+
+def test_answer_that_is_never_fetched_is_dropped() -> None:
+    """One that is whole lies in the buffer of its connection, and goes with it."""
+    with running({"demo": "demo"}, limits=Limits(write_timeout=0.3)) as client:
+        # What the system holds for a connection is small, so that the rest lies with us.
+        for sock in client.server.servers[0].sockets:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        body = json.dumps({"model": "demo", "input": ["a"] * 64}).encode()
+        with socket.socket() as reader:
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            reader.connect(("127.0.0.1", client.port))
+            reader.sendall(head(body, path="/v1/embeddings") + body)
+            connections, lain = client.server.server_state.connections, 0
+            while not lain:
+                lain = sum(c.transport.get_write_buffer_size() for c in list(connections))
+            while connections:
+                time.sleep(0.01)
+        assert client.request("POST", "/v1/completions", SHORT)[0] == 200
+
+
+def test_idle_connections_take_nothing_from_others() -> None:
+    with running({"demo": "demo"}, limits=Limits(read_timeout=1.5)) as client:
+        expected = client.post("/v1/completions", SHORT)["choices"]
+        socks = [socket.create_connection(("127.0.0.1", client.port)) for _ in range(200)]
+        for i, sock in enumerate(socks):
+            sock.sendall(b"POST /v1/completions HT"[: i % 20])
+        assert client.post("/v1/completions", SHORT)["choices"] == expected
+        while client.server.server_state.connections:
+            time.sleep(0.01)
+        for sock in socks:
+            sock.close()

@@ -27,8 +27,9 @@ ENV |= {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120", "RAY_agent_register_time
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**ENV, "PYTHONPATH": str(ROOT)}.items():
+        for name, value in ENV.items():
             patch.setenv(name, value)
+        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         from ray import serve

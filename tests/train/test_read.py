@@ -6,7 +6,7 @@ import lzma
 import sys
 import tracemalloc
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +225,38 @@ def test_hub_and_parquet_ask_the_package_for_a_stream(
     assert texts("glue/sst2:validation", columns=columns, format="hub") == ["a"]
     assert asked[1] == (("glue/sst2",), {"split": "validation", "streaming": True})
     with pytest.raises(UsageError, match="has no 'text'; it has: 'sentence', 'label'"):
+        read(path)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_the_package_cannot_read_is_one_sentence(
+    late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows() -> Iterator[Record]:
+        yield {"text": "a"}
+        raise RuntimeError("no magic bytes\nin the footer")
+
+    def load_dataset(*names: str, **settings: Any) -> Iterator[Record]:
+        if late:
+            return rows()
+        raise ConnectionError("no such host")
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    why = "RuntimeError: no magic bytes in the footer" if late else "ConnectionError: no such host"
+    with pytest.raises(DataError, match=f"a.parquet: datasets cannot read it [(]{why}"):
+        read(put(tmp_path / "a.parquet", "PAR1"))
+
+
+def test_parquet_of_the_real_package(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    import pyarrow
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": ["one", "two"], "label": [0, 1]}), path)
+    assert texts(path) == ["one", "two"]
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(DataError, match="datasets cannot read it"):
         read(path)
 
 
