@@ -86,7 +86,7 @@ def test_schedule_without_warmup_begins_at_its_peak() -> None:
     [
         ({"shape": "cosin"}, "did you mean 'cosine'"),
         ({"steps": 0}, "give 1 or more"),
-        ({"steps": 5, "warmup": 6}, "warmup from 0 to steps"),
+        ({"steps": 5, "warmup": 6}, "give train.schedule.warmup from 0 to 5"),
         ({"floor": 1.5}, "0 to 1"),
         ({"shape": "noam"}, "warmup of at least 1"),
         ({"shape": "wsd"}, "decay"),
