@@ -2,7 +2,7 @@
 streams, and at its start; and its throughput beside other servers.
 
     python bench/serve.py                    the model that is included
-    python bench/serve.py --model FOLDER     another one
+    python bench/serve.py --model FOLDER     another one, or random: random weights in the shape of SmolLM2-135M
     python bench/serve.py --only grammars    one of: generate, grammars, look, start
     python bench/serve.py --streams 1000     streams at once
     python bench/serve.py --peers            beside `transformers serve` and llama.cpp's server, 16 requests at once
@@ -24,6 +24,7 @@ import argparse
 import importlib.util
 import json
 import os
+import random
 import selectors
 import shutil
 import socket
@@ -79,15 +80,17 @@ def overhead(pool: Any, client: Any, model: Any, rows: int, tokens: int, rounds:
     """Seconds of a batch of answers, asked for at once: by `generate`, whole from the server, and streamed."""
     import regard
 
-    prompts = [[70 + i % 200, *range(70, 86)] for i in range(rows)]
     given = {"temperature": 1.0, "max_new_tokens": tokens, "eos": (), "seed": 1}
     body = {"model": "model", "max_tokens": tokens, "seed": 1, "logit_bias": {"0": -100}}
     seconds: dict[str, list[float]] = defaultdict(list)
+    draw = random.Random(1)
     for _ in range(rounds + 1):
+        # New ones in each round and for each kind, as the server remembers what it has read.
+        texts = [[[draw.randrange(70, 270) for _ in range(17)] for _ in range(rows)] for _ in "gws"]
         began = time.perf_counter()
-        regard.generate(model, prompts, logit_bias={0: -100.0}, **given)
+        regard.generate(model, texts[0], logit_bias={0: -100.0}, **given)
         seconds["generate"].append(time.perf_counter() - began)
-        for kind in ("whole", "streamed"):
+        for kind, prompts in zip(("whole", "streamed"), texts[1:]):
             bodies = [{**body, "prompt": ids, "stream": kind == "streamed"} for ids in prompts]
             seconds[kind].append(pool.submit(asked, client.port, bodies).result()[0])
             client.idle()
@@ -148,6 +151,8 @@ def look(pool: Any, client: Any, rows: int, tokens: int, rounds: int) -> None:
             client.idle()
     assert len(texts) == 1, "a look changed an answer"
     report(seconds, "alone", rows * tokens, f"{rows} answers of {tokens} tokens; {looks} looks")
+    alone, beside = (statistics.mean(seconds[kind]) for kind in ("alone", "beside looks"))
+    print(f"  a look costs the others {(beside - alone) * (rounds + 1) / looks:.3f} s")
 
 
 def ready(model: str) -> None:
@@ -199,7 +204,9 @@ def random_model(folder: Path, quick: bool) -> None:
     backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, pairs))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>").save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     more = {"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": True}
     config = LlamaConfig(max_position_embeddings=2048, rope_theta=100000.0, **shape, **more)
@@ -370,7 +377,10 @@ def measure(pool: Any) -> None:
     from tests.serve.running import running
     from tests.serve.storm import crowd
 
-    folder = str(resolve_model(o.model))
+    kept = tempfile.TemporaryDirectory()
+    if o.model == "random":
+        random_model(Path(kept.name), o.quick)
+    folder = kept.name if o.model == "random" else str(resolve_model(o.model))
     name = "demo" if o.streams else "model"
     limits = Limits(queue=4096, streams=4096)
     with running(
