@@ -37,8 +37,9 @@ POLICY: dict[str, Any] = {
 }
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 # Of regard/see/web.
-SHARED = "base.css colours.css look.css "
-SHARED += "data.js dom.js map.js overview.js palette.js row.js scale.js"
+SHARED = (
+    "base.css colours.css look.css data.js dom.js map.js overview.js palette.js row.js scale.js"
+)
 
 
 def page_files() -> dict[str, tuple[bytes, str]]:
@@ -250,11 +251,8 @@ class Protocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.unread, limits = 0, self.config.app.limits  # type: ignore[union-attr]
-        self.limits, self.waiting = (
-            limits,
-            self.loop.call_later(limits.read_timeout / 3, self.hurry),
-        )
+        self.unread, self.limits = 0, self.config.app.limits  # type: ignore[union-attr]
+        self.waiting = self.loop.call_later(self.limits.read_timeout / 3, self.hurry)
 
     def on_response_complete(self) -> None:
         self.wait()

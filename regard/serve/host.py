@@ -33,7 +33,6 @@ from regard.text import Stream, Tokenizer
 from regard.train.plan import pick_device
 
 BACKLOG = 4096  # tokens of an answer that a client may leave unread
-GATHER = 0.005  # seconds that an idle engine waits for requests that are being prepared, to begin with all of them
 HOLD = 0.02  # seconds between two calls of the event loop, as each costs every stream a write
 LOOKED_AT = 256  # requests that ran, kept so that they can be looked into
 LOOKED_TOKENS = 1 << 16  # of one of them
@@ -266,9 +265,6 @@ class Host:
         with suppress(queue.Empty):
             if (self.engine is None or self.engine.idle) and not self.jobs:
                 self.inbox.get()()
-                end = time.monotonic() + GATHER
-                while self.models.preparing and (left := end - time.monotonic()) > 0:
-                    self.inbox.get(timeout=left)()
             while True:
                 self.inbox.get_nowait()()
         if self.jobs:
@@ -361,7 +357,6 @@ class Models:
         self.guard, self.metrics = Guard(keys), Metrics()
         self.hosts: dict[str, Host] = {}
         self.pool = ThreadPoolExecutor(2, thread_name_prefix="worker")
-        self.preparing = 0  # what the workers have to do
         self.ran: OrderedDict[str, Ran] = OrderedDict()
         for name in start or folders:
             self.load(name)
@@ -405,15 +400,12 @@ class Models:
 
     async def worker(self, job: Callable[[], T]) -> T:
         """Run something that takes time beside the event loop."""
-        self.preparing += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self.pool, job)
         except UsageError as error:
             raise refused(error) from None
         except RecursionError:
             raise Refusal(400, "the body is nested too deep; send it flatter") from None
-        finally:
-            self.preparing -= 1
 
     @contextmanager
     def streaming(self) -> Iterator[None]:
