@@ -29,8 +29,7 @@ from regard.text.tokenizer import check_stop
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 # Of a body's fields, those that the engine calls the same.
-SETTINGS = "temperature top_p top_k min_p seed logit_bias "
-SETTINGS += "presence_penalty frequency_penalty repetition_penalty"
+SETTINGS = "temperature top_p top_k min_p seed logit_bias presence_penalty frequency_penalty repetition_penalty"
 # Of the input of /v1/responses, what each kind of item must have.
 NEEDS = {"message": ["role", "content"], "function_call": ["call_id", "name", "arguments"]}
 NEEDS |= {"function_call_output": ["call_id", "output"]}

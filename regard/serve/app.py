@@ -112,6 +112,8 @@ class App(Models):
         takes = "GET, HEAD" if route.shape is None else "POST"
         if method not in takes.split(", "):
             raise Refusal(405, f"{path} takes {takes}, not {method:.20}", headers={"allow": takes})
+        if path.startswith("/admin/") and not (x.user and x.user.admin):
+            raise Refusal(403, "loading and unloading need a key that is an admin's")
         x.note["path"] = known
         if route.shape is None:
             await route.run(self, x)

@@ -260,7 +260,12 @@ class Guard:
         """Find the key's entry; refuse a request without one, or beyond its rates."""
         if self.path is None or path in PUBLIC:
             return
-        self._reload(self.path)
+        if time.monotonic() - self.looked > CHECKED:
+            self.looked = time.monotonic()
+            try:
+                self.keys = read_keys(self.path)
+            except UsageError:
+                LOG.warning("the file of keys cannot be read; the keys stay as they were")
         scheme, _, key = x.headers.get("authorization", "").partition(" ")
         digest = hashlib.sha256(key.strip().encode("latin-1")).hexdigest()
         found = [k for k in self.keys if compare_digest(k.sha256, digest)]
@@ -284,24 +289,6 @@ class Guard:
         left = min(rate, left + (now - at) * rate / 60) - taken
         self.rates[key.name, kind, rate] = left, now
         return left
-
-    def spent(self, x: Exchange, tokens: int) -> None:
-        if x.user is not None:
-            self.left(x.user, "tokens", tokens)
-
-    def check_admin(self, x: Exchange) -> None:
-        if x.user is None or not x.user.admin:
-            raise Refusal(403, "loading and unloading need a key that is an admin's")
-
-    def _reload(self, path: Path) -> None:
-        """Read the file again; one that cannot be read changes nothing."""
-        if time.monotonic() - self.looked < CHECKED:
-            return
-        self.looked = time.monotonic()
-        try:
-            self.keys = read_keys(path)
-        except UsageError:
-            LOG.warning("the file of keys cannot be read; the keys stay as they were")
 
 
 class Metrics:

@@ -78,13 +78,9 @@ class Matching:
 
 
 def grammar_for(
-    limits: Limits,
-    host: Host,
-    form: shapes.Format | None,
-    tools: Sequence[shapes.Tool],
-    choice: str | None,
+    limits: Limits, host: Host, form: shapes.Format | None, tools: Sequence[shapes.Tool], choice: str | None,
     parallel: bool,
-) -> Callable[[], Mask] | None:
+) -> Callable[[], Mask] | None:  # fmt: skip
     """What makes the masks of a request, if its form is given; in a worker."""
     kind, given, param = "text", None, "response_format"
     if form is not None:

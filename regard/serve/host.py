@@ -342,16 +342,10 @@ class Models:
     """Models by name, and what is common to all requests."""
 
     def __init__(
-        self,
-        folders: Mapping[str, str | Path],
-        *,
-        start: Sequence[str] = (),
-        options: Options = Options(),  # noqa: B008 - it is frozen
-        limits: Limits = Limits(),  # noqa: B008
-        keys: Path | None = None,
-        memory: float | None = None,
-        local: bool = True,
-    ):
+        self, folders: Mapping[str, str | Path], *, start: Sequence[str] = (), keys: Path | None = None,
+        options: Options = Options(), limits: Limits = Limits(),  # noqa: B008 - they are frozen
+        memory: float | None = None, local: bool = True,
+    ):  # fmt: skip
         self.folders, self.options, self.limits = folders, options, limits
         self.memory, self.local, self.streams = memory, local, 0
         self.guard, self.metrics = Guard(keys), Metrics()
@@ -420,7 +414,8 @@ class Models:
     def spent(self, x: Exchange, host: Host, **tokens: int) -> None:
         """Count the tokens of a request: for the log, and for the rate of its key."""
         x.note |= {"model": host.name, **tokens}
-        self.guard.spent(x, sum(tokens.values()))
+        if x.user is not None:
+            self.guard.left(x.user, "tokens", sum(tokens.values()))
 
     def remember(self, name: str, ran: Ran) -> None:
         """Keep the ids of a request for /v1/look: the last ones, if they are not too long."""

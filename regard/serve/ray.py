@@ -23,8 +23,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from regard.serve.app import App
 
 # As ray.serve.llm has it, which however wants vLLM.
-ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router"
-ROUTER += ":PrefixCacheAffinityRouter"
+ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router:PrefixCacheAffinityRouter"
 DIED = "the replica that answered this died; send the request again"
 
 
