@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import regard
 from regard.checkpoint.hf import Origin
 from regard.errors import Fault
-from regard.evaluate.run import Shots
+from regard.evaluate.run import Shots, task_of
 from regard.files import resolve_model
 from regard.layers import Answer, Classify, Tag
 from regard.text import Tokenizer, needed
@@ -129,6 +129,14 @@ def test_quantized_translation_has_a_loss(tmp_path: Path) -> None:
     packed = figures(*asked, "--metric", "loss", "--quantize", "int8")["metrics"]["loss"]
     # The vocabulary is learned anew in each process: int8 moves the loss by 4e-3 to 1e-2.
     assert packed == pytest.approx(plain, rel=3e-2) and packed != plain
+
+
+def test_task_is_that_of_the_head() -> None:
+    small = {"layers": 1, "dim": 16, "heads": 2, "vocab": 50}
+    assert task_of(regard.build("gru-lm", vocab=50, dim=8)) == "lm"
+    assert task_of(regard.build("bert-base", **small)) == "mlm"
+    with pytest.raises(Fault, match="no head, so it answers nothing"):
+        task_of(regard.build("bert-base", head=None, **small))
 
 
 # --- labels -------------------------------------------------------------------------------------------------------

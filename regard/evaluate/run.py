@@ -30,7 +30,7 @@ from regard.errors import DATA, Fault, UsageError, blaming
 from regard.evaluate import model as opening
 from regard.evaluate.model import Embedder, Opened
 from regard.fast.cpu import prepare
-from regard.layers import MLM, Answer, Classify, Tag
+from regard.layers import LM, MLM, Answer, Classify, Tag
 from regard.models import Model
 from regard.text import needed
 from regard.train import measure as measuring
@@ -146,12 +146,13 @@ def ranks(values: np.ndarray) -> np.ndarray:
 
 def task_of(model: Model) -> str:
     """What a model was made for, by its kind and its head."""
-    head, pictures = getattr(model.config, "head", None), opening.patches_of(model) is not None
+    # A recurrent network has no setting for its head, which is always that of a language model.
+    head, pictures = getattr(model.config, "head", LM()), opening.patches_of(model) is not None
     if model.reads_source:
         return "caption" if pictures else "seq2seq"
     if isinstance(head, Classify):
         return "image" if pictures else "classify"
-    if head is None and not hasattr(model.config, "cell"):
+    if head is None:
         raise Fault("this model has no head, so it answers nothing; embed gives vectors", DATA)
     return {Tag: "tag", Answer: "answer", MLM: "mlm"}.get(type(head), "lm")
 
