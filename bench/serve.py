@@ -375,7 +375,6 @@ def measure(pool: Any) -> None:
     from regard.serve.edge import Limits
     from regard.serve.host import Options
     from tests.serve.running import running
-    from tests.serve.storm import crowd
 
     kept = tempfile.TemporaryDirectory()
     if o.model == "random":
@@ -394,6 +393,8 @@ def measure(pool: Any) -> None:
         if o.only in (None, "look"):
             look(pool, client, *size)
         if o.streams:
+            from tests.serve.storm import crowd
+
             crowd(client, o.streams)
     if o.only in (None, "start"):
         ready(folder)

@@ -70,6 +70,8 @@ def join(path: Path) -> None:
     new = json.loads(path.read_text(encoding="utf-8"))
     home = HOME / f"{new['name']}.json"
     old = json.loads(home.read_text(encoding="utf-8"))
+    if old.get("text") != new["text"]:
+        sys.exit(f"{home.name} is of another text: {old.get('text')}, not {new['text']} (bytes)")
     for variant, cases in new["runs"].items():
         there = old["runs"].setdefault(variant, {})
         if twice := there.keys() & cases.keys():

@@ -42,6 +42,7 @@ from regard.kernels.c.threads import SHARED, threads_for
 WINDOW, SINKS, SLOTS = "window", "sinks", "slots"
 SHORT = "out of memory on {}: make the engine with fewer rows=, a smaller memory= or chunk=, or shorten the request"
 RANK = attrgetter("rank")
+UNBOUND = 1 << 20  # tokens of a text in states alone, where the model names no length
 
 
 class Engine:
@@ -83,9 +84,10 @@ class Engine:
         self.plain = self.plain or why_plain(model, backend, draft, runner == "graph")
         if self.plain and runner == "graph":
             raise UsageError(f"this model has no CUDA graph: {self.plain}; leave runner out")
-        # A state needs no page.
-        paged = layout == "paged" and any(spec.token for spec in self.specs)
-        exact = pages is not None
+        paged, exact = layout == "paged", pages is not None
+        if not any(spec.token for spec in self.specs):
+            # States alone: a graph gives each row a page that holds nothing, others need none.
+            paged, page, pages = False, self.longest or UNBOUND, None if self.plain else 2 * rows
         if paged and pages is None:
             longest = self.longest
             if not self.plain and model.reads_source and longest is not None:

@@ -182,9 +182,10 @@ def told(spec: Tables, home: Path, command: str) -> LabResult:
                     cells.setdefault(x, []).append(value)
             runs.setdefault(variant, {})[path.parent.name] = case
     page, found = home / "page.html", home / "results.json"
+    sizes = {path.name: path.stat().st_size for path in sorted((home / "text").iterdir())}
     results = {
         **{key: spec[key] for key in ("name", "title", "question", "about")},
-        **{"command": command, "regard": VERSION, "figures": figures, "runs": runs},
+        **{"command": command, "regard": VERSION, "text": sizes, "figures": figures, "runs": runs},
         "config": {variant: stages(spec, variant) for variant in spec["variants"]},
     }
     write_whole(found, json.dumps(results, indent=1))

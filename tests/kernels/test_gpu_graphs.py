@@ -106,6 +106,7 @@ FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
         ),
         {"norm": GEMMA, "ffn": regard.MoE(8, 2, 64, **SHARED)},
     ),
+    "delta_alone": (regard.DeltaRule(2, 4, 16, 32), {}),
     "longrope": (
         regard.GQA(4, 2, 32, rope=regard.Rope(scaling=LongRope((1.5,) * 16, (4.0,) * 16, 80))),
         {},

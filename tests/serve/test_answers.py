@@ -284,6 +284,7 @@ def test_models_and_pages(demo: Client) -> None:
         == "model_not_found"
     )
     assert demo.get("/ready") == {"status": "ready"} and demo.get("/health") == {"status": "ok"}
+    demo.post("/v1/completions", {"model": "demo", "prompt": "a", "max_tokens": 1})
     text = demo.request("GET", "/metrics")[2].decode()
     assert 'regard_requests_total{path="/v1/models",status="200"}' in text
     assert "regard_first_token_seconds_count" in text
