@@ -14,6 +14,7 @@ the one that needs too much is alone.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from bisect import insort
@@ -366,8 +367,8 @@ class Engine:
         for part in (lane.ask, lane.step):
             # Requests of which a row has outgrown the context change lanes, all their rows together; for a cache that
             # forgets they are read once more.
-            rows = lane.rows if key is None else []
-            for request in dict.fromkeys(row.request for row in rows if self._outgrown([row])):
+            long = self.longest if key is None and self.longest is not None else math.inf
+            for request in dict.fromkeys(row.request for row in lane.rows if row.size > long):
                 self.resumed[request.number], _ = self._take(request)
                 self._enter(request)
             while lane.slots:

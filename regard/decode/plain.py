@@ -43,6 +43,8 @@ class PlainLane(Lane):
         self.draft = None if draft is None else Draft(draft)
         self.longest = longest  # tokens that a text past the context goes on with
         self.live: list[Slot] = []  # whose rows the cache holds, in this order
+        self.samples: list[Slot] = []  # those of them that are not beams
+        self.single: list[int] = []  # their rows
         self.cache: Any = None
         self.searches: dict[Shape, Search] = {}
         self._columns: Columns | None = None
@@ -56,10 +58,10 @@ class PlainLane(Lane):
         kind = Group if row.request.settings.beams > 1 else Slot
         return kind(row, row.request.ids + row.ids)
 
-    @property
-    def samples(self) -> list[Slot]:
-        """Those that write and are not beams."""
-        return [slot for slot in self.live if slot.times == 1]
+    def _seat(self, live: list[Slot]) -> None:
+        self.live, self._columns = live, None
+        self.samples = [slot for slot in live if slot.times == 1]
+        self.single = places(live, self.samples)
 
     def results(self, i: int, why: str = "") -> list[Result]:
         group = self.slots[i]
@@ -188,7 +190,7 @@ class PlainLane(Lane):
             self._score(slot)
             slot.fed, slot.asked, slot.fresh, slot.cache = len(slot.text), 1, False, None
         self.cache = self.cache.join(cache) if self.live else cache
-        self.live, self._columns = self.live + slots, None
+        self._seat(self.live + slots)
         if self.draft is not None:
             self.draft.join(sum(slot.times == 1 for slot in slots))
 
@@ -204,7 +206,7 @@ class PlainLane(Lane):
         for search in self.searches.values():
             search.keep()
         self.searches = {shape: search for shape, search in self.searches.items() if search.groups}
-        self.live, self._columns = live, None
+        self._seat(live)
 
     def _release(self, slot: Slot) -> None:
         if slot.cache is not None:
@@ -214,7 +216,7 @@ class PlainLane(Lane):
     def _leave_answers(self) -> None:
         """Leave the full pages of answers to later prompts. States are large: of an answer the last are kept."""
         page = self.pool.page
-        for i, slot in zip(places(self.live, self.samples), self.samples, strict=True):
+        for i, slot in zip(self.single, self.samples, strict=True):
             row, known = slot.row, len(slot.row.keys)
             if row.error is not None or row.size - 1 < (known + 1) * page:
                 continue
@@ -232,8 +234,7 @@ class PlainLane(Lane):
         if not self.live:
             return
         self._speculate()
-        samples, fed = self.samples, [[0]] * self.cache.batch
-        single = places(self.live, samples)
+        samples, single, fed = self.samples, self.single, [[0]] * self.cache.batch
         for i, slot in zip(single, samples, strict=True):
             fed[i] = [(slot.row.ids or slot.row.request.ids)[-1], *slot.row.guess]
         beams = {search: places(self.live, search.groups) for search in self.searches.values()}
@@ -275,6 +276,8 @@ class PlainLane(Lane):
     def _speculate(self) -> None:
         """Guess the next tokens of every row: looked up in its text, or by the draft model."""
         rows = [slot.row for slot in self.samples]
+        if self.draft is None and not any(row.request.settings.lookup for row in rows):
+            return
         if all(row.guessed == len(row.ids) for row in rows):
             return  # the step was tried before and found no page
         for row in rows:

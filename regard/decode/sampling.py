@@ -18,6 +18,7 @@ from torch import Tensor
 from regard.decode.lane import Row
 from regard.decode.settings import MOST_TOPS, Settings
 from regard.errors import UsageError
+from regard.kernels.c import rows as native
 from regard.kernels.triton import draw as kernels
 from regard.kernels.triton.linear import ready
 from regard.kernels.triton.record import send
@@ -295,6 +296,12 @@ def choose(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:
     """The next token (n) from logits (n V), of rows that have said `count` (n) tokens; -1 where a mask and the other
     settings leave none."""
     logits = adjusted(logits, columns, count)
+    if not ready(logits) and (tokens := native.draw(logits, columns, count)) is not None:
+        return tokens
+    if MASK in columns:
+        bit = torch.arange(32, dtype=torch.int32, device=logits.device)
+        allowed = (columns[MASK][:, :, None] >> bit & 1).flatten(1)[:, : logits.shape[-1]]
+        logits = logits.masked_fill(allowed == 0, -torch.inf)
     if "temperature" not in columns:
         tokens = logits.argmax(-1)
     else:
@@ -314,7 +321,7 @@ def choose(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:
 
 
 def adjusted(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:
-    """Bias and bans, penalties, the least length and forced tokens; and of all that what a mask allows."""
+    """Bias and bans, penalties, the least length and forced tokens."""
     if columns.keys() & {"bias", "avoided", *PENALTIES}:
         logits = logits.float()
     if "bias" in columns:
@@ -338,8 +345,4 @@ def adjusted(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tenso
         must = torch.where((must < 0) & (count == most - 1), last, must)[:, None]
         only = torch.full_like(logits, -torch.inf).scatter(1, must.clamp(min=0), 0.0)
         logits = torch.where(must >= 0, only, logits)
-    if MASK in columns:
-        bit = torch.arange(32, dtype=torch.int32, device=logits.device)
-        allowed = (columns[MASK][:, :, None] >> bit & 1).flatten(1)[:, : logits.shape[-1]]
-        logits = logits.masked_fill(allowed == 0, -torch.inf)
     return logits

@@ -44,7 +44,7 @@ from regard.models import Model
 from regard.models.adapt import Int4Linear, LowRank
 from regard.models.base import last_real
 from regard.moe import MixtureOfExperts
-from regard.position import Rope
+from regard.position import LongRope, Rope
 
 CAUSAL = Causal()
 WORTH = 10_000_000  # parameters for which the C code is compiled if it is not yet
@@ -494,6 +494,7 @@ class Step:
 
     def __init__(self, x: Tensor, ctx: Context, cross: Context | None, caches: tuple):
         self.tape, self.x, self.memo = Tape(), x.float().contiguous().clone(), ctx.memo
+        self.turns: dict[Any, Any] = {}  # cos and sin for every position of the cache
         self.memo |= self.changing(ctx, caches)
         if cross is not None:
             cross.memo["last"] = self.memo["last"]
@@ -507,11 +508,20 @@ class Step:
             found["last"] = _last(source, len(self.x))
         return found
 
+    def angles(self, rope: Rope, dim: int, dtype: Any, pos: Tensor, own: Any) -> Any:
+        if isinstance(rope.scaling, LongRope):
+            return rope.angles(pos, dim, dtype)
+        if (table := self.turns.get((rope, dim, dtype))) is None:
+            room = own.table.shape[1] * own.page if isinstance(own, Paged) else own.capacity
+            table = tuple(x[0] for x in rope.angles(torch.arange(room)[None], dim, dtype))
+            self.turns[rope, dim, dtype] = table
+        return tuple(x[pos] for x in table)
+
     def play(self, x: Tensor, ctx: Context, caches: tuple) -> Tensor:
         self.x.copy_(x)
         new = self.changing(ctx, caches)
-        ropes = [key for key in self.memo if isinstance(key, tuple) and isinstance(key[0], Rope)]
-        new |= {key: key[0].angles(ctx.pos.index, *key[1:]) for key in ropes}
+        for key in (k for k in self.memo if isinstance(k, tuple) and isinstance(k[0], Rope)):
+            new[key] = self.angles(*key, ctx.pos.index, caches[0])
         for key, value in new.items():
             olds = self.memo[key] if isinstance(value, tuple) else (self.memo[key],)
             for old, now in zip(olds, value if isinstance(value, tuple) else (value,), strict=True):

@@ -39,7 +39,7 @@ def lane(settings: list[Settings], prompts: list[list[int]] | None = None) -> Pl
     made = PlainLane(None, [], {})
     for i, (s, prompt) in enumerate(zip(settings, prompts, strict=True)):
         made.slots.append(Slot(Row(Request(prompt, s, number=i), 0), prompt))
-    made.live = made.slots
+    made._seat(made.slots)
     return made
 
 

@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard.decode import sampling
 from regard.kernels.c.rows import (
     choose,
+    draw,
     enter,
     norm,
     plain_choose,
@@ -288,3 +290,51 @@ def test_choose_has_the_same_bits_on_any_threads() -> None:
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
     assert torch.equal(found[0][2], plain_choose(logits, 5)[2])
+
+
+# --- the draw ---
+
+DRAWN: list[dict[str, float]] = [
+    {}, {"top_k": 1}, {"top_k": 40}, {"top_p": 0.0}, {"top_p": 0.9}, {"min_p": 0.05}, {"typical_p": 0.7},
+    {"top_k": 40, "top_p": 0.95, "min_p": 0.01, "typical_p": 0.9}, {"top_p": 1.0, "top_k": 10**6},
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("in_c")
+@pytest.mark.parametrize("vocab", [1, 2, 31, 97, 1000, 30001])
+@pytest.mark.parametrize("by", DRAWN, ids=str)
+def test_draws_in_c_are_the_plain_ones(vocab: int, by: dict[str, float]) -> None:
+    """The plain form in float64, which C leaves to torch; rows that are greedy among others, equal logits, masks."""
+    torch.manual_seed(vocab)
+    n, words = 64, -(-vocab // 32)
+    logits = torch.randn(n, vocab + 3)[:, 1 : vocab + 1] * 3
+    logits = torch.where(torch.rand(n, vocab) < 0.1, logits.round(), logits)
+    columns = {name: torch.full((n, 1), value) for name, value in by.items()}
+    columns["temperature"] = torch.full((n, 1), 0.8)
+    columns["temperature"][::7] = 0.0
+    columns |= {"seed": torch.randint(0, 1 << 62, (n, 1)), "key": torch.arange(n)[:, None]}
+    mask = torch.randint(-(2**31), 2**31, (n, words)).to(torch.int32)
+    mask[:, -1] &= (1 << (vocab - 1) % 32 + 1) - 1
+    mask[5] = 0
+    for more in ({}, {"mask": mask}):
+        found = draw(logits, columns | more, torch.arange(n))
+        assert found is not None and (not more or found[5] == -1)
+        assert torch.equal(found, sampling.choose(logits.double(), columns | more, torch.arange(n)))
+    greedy = draw(logits, {"mask": mask}, torch.arange(n))
+    assert greedy is not None
+    assert torch.equal(greedy, sampling.choose(logits.double(), {"mask": mask}, torch.arange(n)))
+
+
+@pytest.mark.usefixtures("in_c")
+def test_draws_in_c_follow_the_probabilities() -> None:
+    """A row's token changes where its random number passes a border of the cumulative probability."""
+    n = 20000
+    columns = {"temperature": torch.ones(n, 1), "seed": torch.full((n, 1), 3)}
+    columns["key"] = torch.arange(n)[:, None]
+    logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log().expand(n, 4)
+    found = draw(logits, columns, torch.zeros(n, dtype=torch.long))
+    assert found is not None
+    u = sampling.uniform(columns["seed"][:, 0], columns["key"][:, 0], torch.zeros(n).long())
+    borders = torch.tensor([0.1, 0.3, 0.6])
+    apart = (u[:, None] - borders).abs().amin(1) > 1e-6
+    assert torch.equal(found[apart], torch.bucketize(u, borders, right=True)[apart])

@@ -24,6 +24,20 @@ from regard.kernels.c.tape import RECORDING, kept
 
 HALF = {torch.float32: 0, torch.bfloat16: 1}  # what a cache may hold
 ATTEND, ENTER, NORM, CHOOSE = Struct("29qd"), Struct("25q"), Struct("7qd"), Struct("10q")
+# The settings that `draw` reads, as C has them.
+DRAWN_BY = {
+    "mask": torch.int32,
+    "temperature": torch.float32,
+    "top_k": torch.int64,
+    "top_p": torch.float32,
+}
+DRAWN_BY |= {
+    "min_p": torch.float32,
+    "typical_p": torch.float32,
+    "seed": torch.int64,
+    "key": torch.int64,
+}
+DRAW = Struct("14q")
 CALLS: dict[str, Callable[[bytes], int]] = {}
 
 
@@ -235,3 +249,17 @@ def plain_choose(
     if bool((values[:, 1:] == values[:, :-1]).any()):
         values, order = scores.sort(dim=-1, descending=True, stable=True)
     return logits.logsumexp(-1), values[:, :k], free[order[:, :k]]
+
+
+def draw(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor | None:
+    """The next token (n) from logits (n V) by columns (n 1), the largest without them, among those that columns["mask"]
+    (n, V / 32) allows: -1 where it allows none. None where C cannot; decode/sampling.py has the plain form."""
+    call = call_of("draw")
+    if call is None or not (_readable(logits) and _readable(count, torch.int64)):
+        return None
+    given = [columns.get(name) for name in DRAWN_BY]
+    each = [None if x is None else x.to(t).contiguous() for x, t in zip(given, DRAWN_BY.values())]
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    sizes = (*logits.shape, logits.stride(0), logits.data_ptr())
+    pointers = [0 if x is None else x.data_ptr() for x in (*each, count, tokens)]
+    return None if call(DRAW.pack(*sizes, *pointers)) else tokens

@@ -1,0 +1,189 @@
+/* The next token of each row, drawn without sorting the vocabulary: what a mask allows, temperature, top-k, top-p, min-p
+   and typical-p in this order, then the inverse of the cumulative probability. decode/sampling.py has the plain form.
+
+   A filter keeps the best tokens up to a number or a mass. Its cut is found digit by digit: a histogram of the first 11
+   bits of the sort keys says in which of its parts the cut lies, one of the next 11 bits of the keys in that part where
+   there, and one of the last 10 which key it is. Of equal keys the lowest ids are kept. */
+#include "vector.h"
+
+#include <stdlib.h>
+
+enum {
+    BLOCK = 16 * LANES, /* weights whose sum is one step of the search for the token */
+    BINS = 2048,
+    WORTH = 65536 /* logits that are worth a second thread */
+};
+
+/* What rows.draw packs. The row counts numbers; settings that are not used are NULL, all of them where all is greedy. */
+struct draw {
+    int64_t rows, vocab, logits_row;
+    const float *logits;
+    const uint32_t *mask; /* (rows, words of 32 tokens) */
+    const float *temperature;
+    const int64_t *top_k;
+    const float *top_p, *min_p, *typical_p;
+    const int64_t *seed, *key, *count;
+    int64_t *tokens;
+};
+
+static uint64_t mix(uint64_t x) {
+    x += 0x9E3779B97F4A7C15u;
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBu;
+    return x ^ x >> 31;
+}
+
+/* Bits that sort as -x does: the largest x first. -0 equals 0. */
+INLINE uint32_t descending(float x) {
+    uint32_t b;
+    memcpy(&b, &x, 4);
+    if (b << 1 == 0) b = 0;
+    return b >> 31 ? b : ~(b | 0x80000000u);
+}
+
+INLINE double sum_of(const float *w, int64_t n) {
+    double sum = 0;
+    int64_t i = 0;
+    for (; i + BLOCK <= n; i += BLOCK) {
+        vec part = {0};
+        for (int j = 0; j < BLOCK; j += LANES) part += load(w + i + j);
+        sum += total(part);
+    }
+    for (; i < n; i++) sum += w[i];
+    return sum;
+}
+
+/* Weights become 0 behind the best tokens, those with the smallest keys: behind the first `most` of them, or, where that
+   is 0, behind the token with which their weights come to `mass`. */
+static void keep_best(float *w, const uint32_t *keys, int64_t n, int64_t most, double mass) {
+    static const int shifts[] = {21, 10, 0}, widths[] = {11, 11, 10};
+    double goal = most ? (double)most : fmax(mass, 1e-300), before = 0, size[BINS];
+    uint32_t cut = 0;
+    for (int level = 0; level < 3; level++) {
+        int shift = shifts[level], width = widths[level], above = shift + width;
+        memset(size, 0, sizeof size);
+        for (int64_t i = 0; i < n; i++)
+            if (w[i] > 0 && (above == 32 || keys[i] >> above == cut))
+                size[keys[i] >> shift & ((1u << width) - 1)] += most ? 1 : w[i];
+        uint32_t bin = 0, last = 0; /* the last bin that holds something */
+        for (; bin < 1u << width; bin++) {
+            if (!(size[bin] > 0)) continue;
+            last = bin;
+            if (before + size[bin] >= goal) break;
+            before += size[bin];
+        }
+        if (bin == 1u << width) {
+            if (!level) return;   /* all of it is less than the goal */
+            before -= size[last]; /* sums of another order round to less than the goal */
+        }
+        cut = cut << width | last;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        if (keys[i] < cut || w[i] == 0) continue;
+        if (keys[i] == cut && before < goal)
+            before += most ? 1 : w[i];
+        else
+            w[i] = 0;
+    }
+}
+
+/* x where the mask allows it, else -inf; and the largest. */
+static float allowed(float *out, const float *x, const uint32_t *mask, int64_t n) {
+    float top = -INFINITY;
+    for (int64_t i = 0; i < n; i += 32) {
+        uint32_t word = mask[i / 32];
+        int64_t size = n - i < 32 ? n - i : 32;
+        for (int64_t j = 0; j < size; j++) out[i + j] = word >> j & 1 ? x[i + j] : -INFINITY;
+        for (int64_t j = 0; word && j < size; j++) top = out[i + j] > top ? out[i + j] : top;
+    }
+    return top;
+}
+
+static float top_of(const float *x, int64_t n) {
+    vec most = splat(-INFINITY);
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) most = larger(load(x + i), most);
+    float top = largest(most);
+    for (; i < n; i++) top = x[i] > top ? x[i] : top;
+    return top;
+}
+
+static int64_t first_of(const float *x, int64_t n, float wanted) {
+    int64_t i = 0;
+    while (i < n - 1 && x[i] != wanted) i++;
+    return i;
+}
+
+/* Keeps tokens whose surprise is nearest to the entropy. `x` are the logits, `scale` is 1 / temperature. */
+static void keep_typical(float *w, uint32_t *keys, const float *x, int64_t n, float top, float scale, float p) {
+    double sum = sum_of(w, n), entropy = 0, log_sum = log(sum);
+    for (int64_t i = 0; i < n; i++)
+        if (w[i] > 0) entropy += w[i] * (log_sum - (x[i] - top) * scale);
+    entropy /= sum;
+    for (int64_t i = 0; i < n; i++) {
+        float apart = fabsf((float)(log_sum - (x[i] - top) * scale - entropy));
+        memcpy(keys + i, &apart, 4);
+    }
+    keep_best(w, keys, n, 0, p * sum);
+}
+
+/* w and keys are room for n numbers each. */
+static int64_t draw_row(const struct draw *c, int64_t row, float *w, uint32_t *keys) {
+    int64_t n = c->vocab, i = 0;
+    const float *x = c->logits + row * c->logits_row;
+    float top, hot = c->temperature ? c->temperature[row] : 0;
+    if (c->mask) {
+        top = allowed(w, x, c->mask + row * ((n + 31) / 32), n);
+        x = w;
+        if (top == -INFINITY) return -1;
+    } else {
+        top = top_of(x, n);
+    }
+    if (!(hot > 0)) return first_of(x, n, top);
+    int64_t k = c->top_k ? c->top_k[row] : 0;
+    float p = c->top_p ? c->top_p[row] : 1, typical = c->typical_p ? c->typical_p[row] : 1;
+    if (k > 0 || p < 1)
+        for (i = 0; i < n; i++) keys[i] = descending(x[i]);
+    float scale = 1 / (hot > 1e-6f ? hot : 1e-6f);
+    for (i = 0; i + LANES <= n; i += LANES) store(w + i, exp_below((load(x + i) - top) * scale));
+    float last[LANES];
+    for (int j = 0; j < LANES; j++) last[j] = i + j < n ? (x[i + j] - top) * scale : -INFINITY;
+    store(last, exp_below(load(last)));
+    for (int j = 0; i + j < n; j++) w[i + j] = last[j];
+    if (k > 0 && k < n) keep_best(w, keys, n, k, 0);
+    if (p < 1) keep_best(w, keys, n, 0, p * sum_of(w, n));
+    for (i = 0; c->min_p && i < n; i++)
+        if (w[i] < c->min_p[row]) w[i] = 0;
+    if (typical < 1) keep_typical(w, keys, c->logits + row * c->logits_row, n, top, scale, typical);
+    uint64_t bits = mix(mix(mix((uint64_t)c->seed[row]) ^ (uint64_t)c->key[row]) ^ (uint64_t)c->count[row]);
+    double goal = (double)(bits >> 11) * 0x1p-53 * sum_of(w, n), before = 0, part = 0;
+    int64_t found = 0;
+    for (i = 0; i < n; i += BLOCK, before += part) {
+        int64_t size = n - i < BLOCK ? n - i : BLOCK;
+        part = sum_of(w + i, size);
+        if (before + part <= goal) continue;
+        for (int64_t j = 0; j < size; j++) {
+            if (w[i + j] > 0) found = i + j;
+            if ((before += w[i + j]) > goal) break;
+        }
+        return found;
+    }
+    for (i = 0; i < n; i++)
+        if (w[i] > 0) found = i;
+    return found;
+}
+
+/* 1 where there is no memory. */
+int draw(const struct draw *c) {
+    int short_of = 0;
+#pragma omp parallel if (c->rows * c->vocab > WORTH) reduction(| : short_of)
+    {
+        float *room = malloc((size_t)c->vocab * 8);
+        short_of |= !room;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t row = 0; row < c->rows; row++)
+            if (room) c->tokens[row] = draw_row(c, row, room, (uint32_t *)(room + c->vocab));
+        free(room);
+    }
+    return short_of;
+}
