@@ -505,11 +505,10 @@ class SlotLane(Lane):
             return
         self._know()
         self._land()
-        for slot in masked:
-            if not slot.row.finish and not (slot.asked and slot.fresh):
-                words = slot.row.allowed(self.runner.columns.vocab)
-                if words is not None:
-                    self.runner.columns.allow([slot.index], [words])
+        on = [s for s in masked if not s.row.finish and not (s.asked and s.fresh)]
+        words = {slot.index: slot.row.allowed(self.runner.columns.vocab) for slot in on}
+        if words := {index: mask for index, mask in words.items() if mask is not None}:
+            self.runner.columns.allow(words)
 
     def _know(self) -> None:
         """The settings of new rows, to the runner."""

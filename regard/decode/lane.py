@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from regard.cache import Cache, Pool
@@ -91,7 +90,7 @@ class Row:
             self.finish, self.error = "error", f"its stop raised {type(error).__name__}: {error}"
         return [Event(self.request.number, self.sample, token, logprob, self.tops[-1])]
 
-    def allowed(self, vocab: int) -> Tensor | None:
+    def allowed(self, vocab: int) -> Any:
         """What its mask allows next, as words of 32 bits; None where the answer ends instead."""
         assert self.request.mask is not None
         try:
@@ -117,8 +116,8 @@ class Row:
         return Result(*said, self.finish, error=self.error, top_logprobs=tops)
 
 
-def packed(mask: Any, vocab: int) -> Tensor:
-    """A mask over the vocabulary as words of 32 bits; what lies past its end is 0."""
+def packed(mask: Any, vocab: int) -> Any:
+    """A mask over the vocabulary as words of 32 bits, of numpy; what lies past its end is 0."""
     given = np.asarray(mask.cpu() if isinstance(mask, Tensor) else mask).reshape(-1)
     words = np.zeros(-(-vocab // 32), np.int32)
     if given.dtype == bool and given.size <= vocab:
@@ -133,7 +132,7 @@ def packed(mask: Any, vocab: int) -> Tensor:
         )
     if vocab % 32:
         words[-1] &= (1 << vocab % 32) - 1
-    return torch.from_numpy(words)
+    return words
 
 
 def page_keys(

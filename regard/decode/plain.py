@@ -350,7 +350,7 @@ class PlainLane(Lane):
         rows: list[Row],
         index: list[int],
         used: frozenset[str],
-        masks: dict[int, Tensor | None] | None = None,
+        masks: dict[int, Any] | None = None,
     ) -> Tensor:
         """Ids (n): the most probable, or drawn from what the row's settings and its mask leave."""
         live = self.samples
@@ -359,7 +359,7 @@ class PlainLane(Lane):
             self._columns.put(range(len(live)), [slot.row for slot in live])
         words = {i: mask for i, mask in (masks or {}).items() if mask is not None}
         if words:
-            self._columns.allow([*words], [*words.values()])
+            self._columns.allow(words)
         every = len(index) == len(live)
         at = slice(None) if every else torch.tensor(index, device=logits.device)
         count = torch.tensor([len(row.ids) for row in rows], device=logits.device)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -249,13 +251,13 @@ class Columns:
             self.values[name] = torch.zeros(self.rows, self.vocab, device=self.device)
         return self.values[name]
 
-    def allow(self, places: Sequence[int], masks: Sequence[Tensor]) -> None:
+    def allow(self, masks: dict[int, Any]) -> None:
         """What may come next in some rows, as words of 32 bits; everything in the others."""
         if MASK not in self.values:
             shape = (self.rows, -(-self.vocab // 32))
             self.values[MASK] = torch.full(shape, -1, dtype=torch.int32, device=self.device)
-        at = send(list(places), self.device)
-        self.values[MASK][at] = send(torch.stack(list(masks)), self.device)
+        at, words = send([*masks], self.device), torch.from_numpy(np.stack([*masks.values()]))
+        self.values[MASK][at] = send(words, self.device)
 
     def at(self, rows: slice | Tensor, used: frozenset[str]) -> dict[str, Tensor]:
         """What is used, of some rows."""

@@ -1,8 +1,8 @@
 """Models by name, for each the one thread that owns its engine, and tickets for requests that wait for its words.
 
 Everything that touches the engine is a job in the thread's inbox: requests and cancels before each step, and between
-two steps at most one piece of other work (vectors, labels, a look inside), so that streams go on beside it. What a step
-says goes to the event loop in one call, and what steps of a few milliseconds say goes together."""
+two steps at most one piece of other work (vectors, labels, a look inside), so that streams go on beside it; looks take
+a twentieth of their time at most. What steps of a few milliseconds say goes to the event loop in one call."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from regard.text import Stream, Tokenizer
 from regard.train.plan import pick_device
 
 BACKLOG = 4096  # tokens of an answer that a client may leave unread
+PAUSE = 19  # times as long as a look took, until the next one
 HOLD = 0.02  # seconds between two calls of the event loop, as each costs every stream a write
 LOOKED_AT = 256  # requests that ran, kept so that they can be looked into
 LOOKED_TOKENS = 1 << 16  # of one of them
@@ -171,6 +172,7 @@ class Host:
         self.working = 0  # pieces of other work that wait
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.jobs: deque[Callable[[], None]] = deque()
+        self.looks, self.next_look = deque[Callable[[], None]](), 0.0
         self.ended = self.closing = False
         self.dead: str | None = None
         self.thread = threading.Thread(target=self._run, name=f"engine of {name}", daemon=True)
@@ -187,9 +189,8 @@ class Host:
     def nbytes(self) -> int:
         """Memory of its weights and of its cache."""
         tensors = (*self.model.parameters(), *self.model.buffers())
-        pool = self.engine.pool if self.engine is not None else None
         weights = {t.data_ptr(): t.nbytes for t in tensors}
-        return sum(weights.values()) + (0 if pool is None else pool.nbytes)
+        return sum(weights.values()) + getattr(getattr(self.engine, "pool", None), "nbytes", 0)
 
     def token(self, index: int) -> bytes:
         """The bytes of a token."""
@@ -206,8 +207,7 @@ class Host:
     def check_room(self) -> None:
         if self.dead is not None or self.closing:
             raise Refusal(503, f"{self.name} is not being served now", code="unavailable", wait=5)
-        count = len(self.open) + self.working
-        if count >= self.models.limits.queue:
+        if (count := len(self.open) + self.working) >= self.models.limits.queue:
             why = f"{self.name} has {count} requests; come back later"
             raise Refusal(429, why, code="queue_full", wait=1)
 
@@ -217,22 +217,21 @@ class Host:
         if ticket.results is None:
             self.inbox.put(lambda: self._cancel(ticket))
 
-    async def work(self, job: Callable[[], T], param: str = "input") -> T:
+    async def work(self, job: Callable[[], T], param: str = "input", look: bool = False) -> T:
         """What a function gives that needs the model, run between two steps; a mistake in `param` is named."""
         future: Future[T] = Future()
 
         def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
             try:
-                future.set_result(job())
+                if future.set_running_or_notify_cancel():
+                    future.set_result(job())
             except BaseException as error:
                 future.set_exception(error)
 
         self.check_room()
         self.working += 1
         try:
-            self.inbox.put(lambda: self.jobs.append(run))
+            self.inbox.put(lambda: (self.looks if look else self.jobs).append(run))
             return await asyncio.wrap_future(future)
         except UsageError as error:
             raise refused(error, param) from None
@@ -251,25 +250,28 @@ class Host:
         except BaseException as error:
             LOG.error("the engine of %s has ended: %s", self.name, type(error).__name__)
             self.dead = type(error).__name__
-        why = f"{self.name} is not being served any more"
-        fault = Refusal(503, why, code="unavailable", wait=5)
+        fault = Refusal(503, f"{self.name} is served no more", code="unavailable", wait=5)
         with suppress(queue.Empty):
             while True:
                 self.inbox.get_nowait()()
         for ticket in self.tickets.values():
             ticket.loop.call_soon_threadsafe(ticket.fail, fault)
-        for run in self.jobs:
+        for run in (*self.jobs, *self.looks):
             run()
 
     def _round(self) -> None:
         with suppress(queue.Empty):
-            if (self.engine is None or self.engine.idle) and not self.jobs:
+            if (self.engine is None or self.engine.idle) and not (self.jobs or self.looks):
                 self.inbox.get()()
             while True:
                 self.inbox.get_nowait()()
+        busy, began = self.engine is not None and not self.engine.idle, time.monotonic()
         if self.jobs:
             self.jobs.popleft()()
-        if self.engine is not None and not self.engine.idle:
+        elif self.looks and (not busy or began >= self.next_look):
+            self.looks.popleft()()
+            self.next_look = time.monotonic() + PAUSE * (time.monotonic() - began)
+        if self.engine is not None and busy:
             try:
                 self._tell(self.engine.step())
             except Exception as error:
@@ -301,7 +303,8 @@ class Host:
 
     def _tell(self, events: list[Event]) -> None:
         """Hand what a step said to the event loop, with what was held before it."""
-        now, due = time.monotonic(), bool(self.jobs)
+        now = time.monotonic()
+        due = bool(self.jobs) or (bool(self.looks) and now >= self.next_look)
         for event in events:
             ticket = self.tickets.get(event.request)
             if ticket is None:
@@ -429,8 +432,8 @@ def serves(host: Host) -> list[str]:
     """What a model can be asked for."""
     head, kinds = getattr(host.model.config, "head", None), []
     if host.engine is not None:
-        kinds += ["completions"]
-        kinds += ["chat", "responses"] if host.tokenizer and host.tokenizer.templates else []
+        chats = ["chat", "responses"] if host.tokenizer and host.tokenizer.templates else []
+        kinds += ["completions", *chats]
         kinds += ["translations"] if host.model.reads_source else []
     kinds += ["classify"] if isinstance(head, Classify) else []
     kinds += ["fill"] if isinstance(head, MLM) else []

@@ -184,9 +184,9 @@ async def look(app: Models, x: Exchange, body: shapes.Look) -> None:
 
     kind = {"object": "attention", "model": host.name}
     if body.encoding_format == "base64":
-        await x.json({**kind, "views": await host.work(views, "layers")})
+        await x.json({**kind, "views": await host.work(views, "layers", look=True)})
         return
-    maps = await host.work(run, "layers")
+    maps = await host.work(run, "layers", look=True)
     shown_as = {"tokens": ids} | ({} if source is None else {"source": source})
     texts = {name: [shown(host.token(i)) for i in row] for name, row in shown_as.items()}
     await x.json({**kind, "what": body.what, **texts, "answer": begins, "maps": maps})

@@ -3,6 +3,7 @@
 import base64
 import json
 import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,27 @@ def test_looks_change_no_answer(demo: Client) -> None:
     while thread.is_alive():
         demo.post("/v1/look", {"model": "demo", "input": "12 + 30 = 42", "rows": [-1]})
     assert found == [expected]
+
+
+def test_looks_leave_others_their_time(demo: Client) -> None:
+    """After a look the next one waits while something is written, and comes at once where nothing is."""
+    host, idle = demo.app.hosts["demo"], list[bool]()
+    assert host.engine is not None
+
+    class Watched(deque[Any]):
+        def popleft(self) -> Any:
+            idle.append(host.engine.idle)  # type: ignore[union-attr]
+            return super().popleft()
+
+    host.looks, host.next_look = Watched(), float("inf")
+    long = {"model": "demo", "prompt": "Sort:", "max_tokens": 200, "logit_bias": {"0": -100}}
+    thread = threading.Thread(target=lambda: demo.post("/v1/completions", long))
+    thread.start()
+    while not host.tickets:
+        assert thread.is_alive(), "the answer was there before anybody could look"
+    demo.post("/v1/look", {"model": "demo", "input": "12 + 30 = 42", "rows": [-1]})
+    thread.join()
+    assert idle == [True] and host.next_look < float("inf")
 
 
 def test_keys_rates_and_models_in_and_out(folders: dict[str, Path], tmp_path: Path) -> None:
