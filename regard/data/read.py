@@ -42,6 +42,7 @@ ROLES = (
 )
 # Roles that a record may lack; and a column that is taken where there is none of a role's name.
 OPTIONAL, INSTEAD = ("tools", "prompt"), {"messages": "conversations"}
+SPAN = {"question", "context", "answers"}  # of a row of SQuAD
 SUFFIXES = (".png", ".jpg", ".jpeg")
 # Number types of idx files.
 IDX = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -323,13 +324,32 @@ def json_rows(path: Path) -> Iterator[tuple[int, Record]]:
 
 
 def _picked(row: Record, source: Source, roles: Sequence[str], where: str) -> Record:
+    if "second" in roles and row.keys() >= SPAN and not source.columns:
+        try:
+            row = _span(*map(row.get, ("question", "context", "answers")))
+        except (KeyError, TypeError, ValueError):
+            form = '{"text": [...], "answer_start": [...]}'
+            raise UsageError(f"{where}: answers are {form}, got {row['answers']!r:.80}") from None
     names = {role: source.column(role) for role in roles}
     for role in INSTEAD.keys() & names.keys() - row.keys() - source.columns.keys():
         names[role] = INSTEAD[role] if INSTEAD[role] in row else role
     missing = [name for role, name in names.items() if name not in row and role not in OPTIONAL]
     if missing:
-        raise UsageError(f"{where} has no {missing[0]!r}; it has: {', '.join(map(repr, row))}")
+        have = ", ".join(map(repr, row))
+        raise UsageError(f"{where} has no {missing[0]!r}; it has: {have} (`columns` says which)")
     return {role: row.get(name) for role, name in names.items()}
+
+
+def _span(question: Any, context: Any, answers: Any) -> Record:
+    """A question on a text, as SQuAD has it: the first answer, None where the text has none (SQuAD 2.0)."""
+    row: Record = {"text": question, "second": context, "start": None, "end": None}
+    if isinstance(answers, dict):
+        pairs = zip(answers["answer_start"], answers["text"])
+    else:
+        pairs = ((each["answer_start"], each["text"]) for each in answers)
+    for start, text in list(pairs)[:1]:
+        row |= {"start": int(start), "end": int(start) + len(text)}
+    return row
 
 
 def wording(value: Any) -> str:
@@ -341,8 +361,8 @@ def wording(value: Any) -> str:
 
 
 def _squad(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
-    """Questions on a text: `text` is the question, `second` the text, `start` and `end` the answer's characters; None
-    where the text has no answer (SQuAD 2.0). A file that is a list has its examples in it."""
+    """Questions on a text: `text` is the question, `second` the text, `start` and `end` the answer's characters. A file
+    that is a list has its examples in it."""
     with opened(path) as stream:
         text = decoded(stream.read(), path)
     try:
@@ -354,11 +374,7 @@ def _squad(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]
         for article in data["data"]:
             for paragraph in article["paragraphs"]:
                 for asked in paragraph["qas"]:
-                    row = {"text": asked["question"], "second": paragraph["context"]}
-                    row |= {"start": None, "end": None}
-                    for answer in asked["answers"][:1]:
-                        start = int(answer["answer_start"])
-                        row |= {"start": start, "end": start + len(answer["text"])}
+                    row = _span(asked["question"], paragraph["context"], asked["answers"])
                     yield {role: row[role] for role in roles}
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise DataError(

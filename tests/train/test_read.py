@@ -114,6 +114,18 @@ def test_questions_are_read_with_their_answers(tmp_path: Path) -> None:
     assert (record["text"], record["start"], record["end"]) == ("Size?", None, None)
     with pytest.raises(DataError, match="no JSON of the SQuAD form"):
         read(put(tmp_path / "b.json", '{"data": [{}]}'))
+    # As it is published in rows, and as others write such rows.
+    row: dict[str, Any] = {"id": "1", "question": "Colour?", "context": "It was blue."}
+    for said in ({"text": ["blue"], "answer_start": [7]}, answers, []):
+        path = put(tmp_path / "a.jsonl", json.dumps(row | {"answers": said}))
+        (record,) = read(path, roles=("text", "second", "start", "end"))
+        assert record["text"] == "Colour?" and (record["start"], record["end"]) == (
+            (7, 11) if said else (None, None)
+        )
+    for wrong in ({"text": ["blue"]}, 3, ["blue"], [{"text": "blue", "answer_start": None}]):
+        path = put(tmp_path / "w.jsonl", json.dumps(row | {"answers": wrong}))
+        with pytest.raises(UsageError, match="line 1 of .* answers are .*answer_start"):
+            read(path, roles=("text", "second", "start", "end"))
 
 
 @pytest.mark.parametrize(
