@@ -344,10 +344,10 @@ def _span(question: Any, context: Any, answers: Any) -> Record:
     """A question on a text, as SQuAD has it: the first answer, None where the text has none (SQuAD 2.0)."""
     row: Record = {"text": question, "second": context, "start": None, "end": None}
     if isinstance(answers, dict):
-        pairs = zip(answers["answer_start"], answers["text"])
+        pairs = [*zip(answers["answer_start"], answers["text"])]
     else:
-        pairs = ((each["answer_start"], each["text"]) for each in answers)
-    for start, text in list(pairs)[:1]:
+        pairs = [(each["answer_start"], each["text"]) for each in answers]
+    for start, text in pairs[:1]:
         row |= {"start": int(start), "end": int(start) + len(text)}
     return row
 
