@@ -1,6 +1,6 @@
 """Row operations of a decoding step in C against their torch forms, on this CPU, in one interleaved run.
 
-    python bench/rows.py [--repeats 30] [--only attend enter norm choose]
+    python bench/rows.py [--repeats 30] [--only attend enter norm choose draw]
 
 Prints microseconds, the median of the repeats, and how many times faster C is. Torch's side of `attend` is its fused
 kernel over keys that already lie in the order of the rows; with a place table a model would have to copy them there
@@ -19,8 +19,10 @@ import torch.nn.functional as F
 from measure import header, medians
 from torch import Tensor
 
+from regard.decode.sampling import FILTERS, uniform
+from regard.decode.sampling import draw as draw_plain
 from regard.kernels.c import native
-from regard.kernels.c.rows import attend_one, choose, enter, norm, plain_norm
+from regard.kernels.c.rows import attend_one, choose, draw, enter, norm, plain_norm
 from regard.position import Rope, rotate
 
 
@@ -88,6 +90,27 @@ def chooses(r: int, vocab: int, k: int) -> Case:
     )
 
 
+def draws(r: int, vocab: int, **by: float) -> Case:
+    """The next token with a temperature and filters, whose torch form sorts the vocabulary."""
+    columns = {
+        name: torch.full((r, 1), value) for name, value in {"temperature": 0.9, **by}.items()
+    }
+    columns |= {"seed": torch.ones(r, 1, dtype=torch.long), "key": torch.arange(r)[:, None]}
+    count, filters = torch.zeros(r, dtype=torch.long), {k: FILTERS[k] for k in by}
+
+    def torchs(x: Tensor) -> None:
+        kept = x / columns["temperature"]
+        for name, keep in filters.items():
+            kept = keep(kept, columns[name])
+        draw_plain(kept, uniform(columns["seed"][:, 0], columns["key"][:, 0], count))
+
+    def ours(x: Tensor) -> None:
+        draw(x, columns, count)
+
+    what = ", ".join(f"{k} {v}" for k, v in by.items()) or "temperature"
+    return Case(f"draw {what}, {r} x {vocab}", lambda: (torch.randn(r, vocab) * 3,), ours, torchs)
+
+
 def named(dtype: torch.dtype) -> str:
     return "bf16" if dtype == torch.bfloat16 else "fp32"
 
@@ -97,6 +120,13 @@ BEAMS = [(128, 8, 8, 64, slots) for slots in (16, 32, 64)]
 FEW = [(r, 12, g, 64, slots) for r in (1, 8) for g in (4, 12) for slots in (512, 2048)]
 ENTRIES = [(1, 12, 4, 64), (8, 12, 12, 64), (128, 8, 8, 64)]
 LOGITS = [(1, 50257), (8, 50257), (128, 32000), (32, 128000)]
+DRAWN: list[dict[str, float]] = [
+    {},
+    {"top_k": 50},
+    {"top_p": 0.9},
+    {"min_p": 0.05},
+    {"typical_p": 0.9},
+]
 CASES = {
     "attend": [attend(*x, t) for x in [*BEAMS, *FEW, (1, 12, 4, 64, 32768)] for t in TYPES],
     "enter": [enters(*x, t) for x in ENTRIES for t in TYPES],
@@ -104,6 +134,7 @@ CASES = {
         norms(*x, kind) for x in [(1, 768), (8, 768), (128, 512)] for kind in ("layer", "rms")
     ],
     "choose": [chooses(*x, k) for x in LOGITS for k in (1, 8, 64)],
+    "draw": [draws(r, 49152, **by) for r in (1, 16) for by in DRAWN],
 }
 
 

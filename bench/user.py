@@ -8,7 +8,8 @@ a  a Llama-3.2-1B shape, random weights in bf16, batch 1, 8 and 64 (128 tokens o
    greedy, drawn by top-p, and transformers warm, prefill included; the share of the memory's speed
 b  every token that was chosen, scored by the model itself over the whole text: how far below the best it was
 c  512 requests that arrive by and by (Poisson), prompts of 16 to 2,048 tokens, answers of 16 to 256, by
-   regard.Engine, against as many tokens in static batches; how long a request waits for its first token
+   regard.Engine, against as many tokens in batches whose rows are all alike; how long a request waits for its first
+   token
 d  the first token: a process of its own from `regard.load` on, with kernels compiled anew and from their cache
 e  chats: 64 of 8 turns with one system prompt, by regard.Engine: how many tokens of the prompts are not read again
 f  a Mixtral shape (8 experts, 2 chosen; 4 layers of it) and a Qwen3-4B shape (norms on queries and keys), random
@@ -165,13 +166,18 @@ def part_c(args: argparse.Namespace) -> None:
         for i, n in enumerate(sizes)
     ]
     total = sum(q.settings.max_new_tokens for q in asked)
+    size, new, batch = round(sum(sizes) / count), round(total / count), min(64, count)
 
     def static() -> None:
-        for i in range(0, count, 64):
-            regard.generate(model, [q.ids for q in asked[i : i + 64]], max_new_tokens=256)
+        """As many tokens in even batches, nothing in them that ends early or arrives late."""
+        for i in range(0, count, batch):
+            regard.generate(model, prompts(batch, size, size, i), max_new_tokens=new)
 
     static(), static()
-    base = count * 256 / seconds(static)
+    base = count * new / seconds(static)
+    print(
+        f"  static batches of {batch}: prompts of {size}, answers of {new} tokens, {base:,.0f} tokens/s"
+    )
     gaps, took = [r.expovariate(1.0) for _ in asked], 0.0
     for load in (0.0, 0.8):
         # All at once; then at a rate of four fifths of what the first run could serve.
@@ -207,7 +213,7 @@ def part_c(args: argparse.Namespace) -> None:
         median, late = (1e3 * first[int(share * len(first))] for share in (0.5, 0.95))
         print(
             f"  {'Poisson, 80 % load' if load else 'all at once'}: {total:,} tokens in {wall:.2f} s, "
-            f"{total / wall:,.0f} tokens/s, {100 * total / wall / base:.0f} % of static batches ({base:,.0f}); "
+            f"{total / wall:,.0f} tokens/s, {100 * total / wall / base:.0f} % of static batches; "
             f"first token after {median:.0f} ms (median), {late:.0f} ms (95 %); longest step {1e3 * longest:.0f} ms"
         )
 

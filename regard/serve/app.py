@@ -289,6 +289,8 @@ class Server(uvicorn.Server):
 
 
 def server_for(app: App) -> Server:
+    # Threads that hand on what a step said must not wait long for each other.
+    sys.setswitchinterval(0.001)
     more: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
     more |= {"h11_max_incomplete_event_size": 64 << 10, "timeout_keep_alive": 30, "backlog": 2048}
     more |= {"http": Protocol, "ws": "none", "lifespan": "on", "proxy_headers": False}
@@ -309,8 +311,6 @@ def listen(host: str, port: int) -> socket.socket:
 
 def serve(app: App, sock: socket.socket) -> int:
     """Run until SIGTERM or Ctrl-C, then finish what runs."""
-    # Threads that hand on what a step said must not wait long for each other.
-    sys.setswitchinterval(0.001)
     # A log that cannot be written is no reason to stop.
     logging.raiseExceptions = False
     # Where no file is left, asyncio tells so, with frames, for each connection that it tries.

@@ -152,8 +152,8 @@ static int64_t draw_row(const struct draw *c, int64_t row, float *w, uint32_t *k
     for (int j = 0; i + j < n; j++) w[i + j] = last[j];
     if (k > 0 && k < n) keep_best(w, keys, n, k, 0);
     if (p < 1) keep_best(w, keys, n, 0, p * sum_of(w, n));
-    for (i = 0; c->min_p && i < n; i++)
-        if (w[i] < c->min_p[row]) w[i] = 0;
+    float least = c->min_p ? c->min_p[row] : 0;
+    for (i = 0; least > 0 && i < n; i++) w[i] = w[i] < least ? 0 : w[i];
     if (typical < 1) keep_typical(w, keys, c->logits + row * c->logits_row, n, top, scale, typical);
     uint64_t bits = mix(mix(mix((uint64_t)c->seed[row]) ^ (uint64_t)c->key[row]) ^ (uint64_t)c->count[row]);
     double goal = (double)(bits >> 11) * 0x1p-53 * sum_of(w, n), before = 0, part = 0;
