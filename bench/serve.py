@@ -131,12 +131,13 @@ def grammars(pool: Any, client: Any, rows: int, tokens: int, rounds: int) -> Non
 def look(pool: Any, client: Any, rows: int, tokens: int, rounds: int) -> None:
     """Seconds of a batch of answers, alone and while another client looks into one token, twice a second."""
     body = {"model": "model", "max_tokens": tokens, "logit_bias": {"0": -100}, "prompt": [70] * 16}
-    ran = client.post("/v1/completions", body)["id"]
-    view = {"model": "model", "id": ran, "rows": [20], "encoding_format": "base64"}
+    view: dict[str, Any] = {"model": "model", "rows": [20], "encoding_format": "base64"}
     bodies = [{**body, "seed": i} for i in range(rows)]
     seconds: dict[str, list[float]] = defaultdict(list)
     looks, texts = 0, set()
     for _ in range(rounds + 1):
+        # A server remembers the last requests.
+        view["id"] = client.post("/v1/completions", body)["id"]
         for kind in ("alone", "beside looks"):
             work = pool.submit(asked, client.port, bodies)
             over = threading.Event()

@@ -171,7 +171,9 @@ def test_looks_leave_others_their_time(demo: Client) -> None:
         assert thread.is_alive(), "the answer was there before anybody could look"
     demo.post("/v1/look", {"model": "demo", "input": "12 + 30 = 42", "rows": [-1]})
     thread.join()
-    assert idle == [True] and host.next_look < float("inf")
+    assert idle == [True]
+    while host.next_look == float("inf"):
+        assert host.thread.is_alive()
 
 
 def test_keys_rates_and_models_in_and_out(folders: dict[str, Path], tmp_path: Path) -> None:
