@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 import regard
+import regard.decode.engine as engine_module
 from regard.cache import taken_back
 from regard.decode.check import context_of, written
 from regard.decode.engine import Engine
@@ -230,9 +231,9 @@ def play(
     seed: int, faults: bool = False, starved: bool = False, requests: int = ROUND
 ) -> Counter[str]:
     """A round of requests; what it counted. What differs is an AssertionError that names the round. Deadlines are in
-    steps: the clock is ours."""
-    clock = iter(range(10**9))
-    with mock.patch.object(time, "monotonic", clock.__next__):
+    steps: the engine's clock is ours, and nobody else's."""
+    clock = SimpleNamespace(monotonic=iter(range(10**9)).__next__)
+    with mock.patch.object(engine_module, "time", clock):
         return _play(seed, faults, starved, requests)
 
 
