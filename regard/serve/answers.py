@@ -364,8 +364,7 @@ async def chat(app: Models, x: Exchange, body: shapes.Chat) -> None:
             message: Data = {"role": "assistant", "content": content, "refusal": None}
             if calls:
                 message |= {"content": content or None, "tool_calls": calls}
-            about = {"logprobs": logprobs, "finish_reason": why}
-            return [{"index": i, "message": message, **about}]
+            return [{"index": i, "message": message, "logprobs": logprobs, "finish_reason": why}]
         if logprobs and not changes:
             changes = [{"content": ""}]
         made = [delta(i, *each) for each in zip(changes, chain([logprobs], repeat(None)))]
@@ -381,9 +380,7 @@ def as_chat(body: shapes.Response) -> shapes.Chat:
     messages = list[shapes.Message]()
     if body.instructions is not None:
         messages.append(shapes.Message("system", body.instructions))
-    items = body.input
-    if isinstance(items, str):
-        items = [shapes.Item(role="user", content=items)]
+    items = [shapes.Item(role="user", content=x)] if isinstance(x := body.input, str) else x
     for i, item in enumerate(items):
         where, needs = f"input[{i}]", NEEDS[item.type]
         given: Any = [getattr(item, name) for name in needs]
@@ -474,9 +471,8 @@ class Output:
         for change in changes:
             events += self.text(change["content"]) if "content" in change else []
             events += [e for call in change.get("tool_calls", ()) for e in self.call(call)]
-        if not last:
-            return events
-        return [*events, *([] if self.items else self.text("")), *self.end()]
+        more = [*([] if self.items else self.text("")), *self.end()] if last else []
+        return [*events, *more]
 
 
 async def responses(app: Models, x: Exchange, body: shapes.Response) -> None:
@@ -513,8 +509,8 @@ async def responses(app: Models, x: Exchange, body: shapes.Response) -> None:
         return {**about, **ended, "output": output.items, "usage": usage}
 
     last: Data = {**about, "status": "in_progress", "output": [], "usage": None}
-    kinds = ("response.created", "response.in_progress")
-    events: list[Data] = [{"type": kind, "response": last} for kind in kinds]
+    begun = ("response.created", "response.in_progress")
+    events: list[Data] = [{"type": kind, "response": last} for kind in begun]
     with app.streaming() if stream else nullcontext():
         async for batch in ask.said(stream):
             for _, text, _, finish in batch:

@@ -58,7 +58,7 @@ class App(Models):
 
     def __init__(self, folders: Mapping[str, str | Path], **more: Any):
         super().__init__(folders, **more)
-        self.exchanges, self.draining, self.files = 0, False, page_files()
+        self.draining, self.files = False, page_files()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":

@@ -34,7 +34,7 @@ from regard.train.plan import pick_device
 
 BACKLOG = 4096  # tokens of an answer that a client may leave unread
 PAUSE = 19  # times as long as a look took, until the next one
-HOLD = 0.02  # seconds between two calls of the event loop, as each costs every stream a write
+HOLD = 0.02  # seconds: between two calls of the event loop, and to gather requests at the start
 LOOKED_AT = 256  # requests that ran, kept so that they can be looked into
 LOOKED_TOKENS = 1 << 16  # of one of them
 T = TypeVar("T")
@@ -263,6 +263,10 @@ class Host:
         with suppress(queue.Empty):
             if (self.engine is None or self.engine.idle) and not (self.jobs or self.looks):
                 self.inbox.get()()
+                # Requests that are on their way begin together.
+                end = time.monotonic() + HOLD
+                while self.models.exchanges > len(self.open) and time.monotonic() < end:
+                    self.inbox.get(timeout=HOLD / 10)()
             while True:
                 self.inbox.get_nowait()()
         busy, began = self.engine is not None and not self.engine.idle, time.monotonic()
@@ -350,7 +354,7 @@ class Models:
         memory: float | None = None, local: bool = True,
     ):  # fmt: skip
         self.folders, self.options, self.limits = folders, options, limits
-        self.memory, self.local, self.streams = memory, local, 0
+        self.memory, self.local, self.streams, self.exchanges = memory, local, 0, 0
         self.guard, self.metrics = Guard(keys), Metrics()
         self.hosts: dict[str, Host] = {}
         self.pool = ThreadPoolExecutor(2, thread_name_prefix="worker")
