@@ -257,7 +257,7 @@ class Columns:
             shape = (self.rows, -(-self.vocab // 32))
             self.values[MASK] = torch.full(shape, -1, dtype=torch.int32, device=self.device)
         at, words = send([*masks], self.device), torch.from_numpy(np.stack([*masks.values()]))
-        self.values[MASK][at] = send(words, self.device)
+        self.values[MASK].index_copy_(0, at, send(words, self.device))
 
     def at(self, rows: slice | Tensor, used: frozenset[str]) -> dict[str, Tensor]:
         """What is used, of some rows."""

@@ -2,7 +2,7 @@
 
 Everything that touches the engine is a job in the thread's inbox: requests and cancels before each step, and between
 two steps at most one piece of other work (vectors, labels, a look inside), so that streams go on beside it; looks take
-a twentieth of their time at most. What steps of a few milliseconds say goes to the event loop in one call."""
+a fortieth of their time at most. What steps of a few milliseconds say goes to the event loop in one call."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from regard.text import Stream, Tokenizer
 from regard.train.plan import pick_device
 
 BACKLOG = 4096  # tokens of an answer that a client may leave unread
-PAUSE = 19  # times as long as a look took, until the next one
+PAUSE = 39  # times as long as a look took, until the next one
 HOLD = 0.02  # seconds: between two calls of the event loop, and to gather requests at the start
 LOOKED_AT = 256  # requests that ran, kept so that they can be looked into
 LOOKED_TOKENS = 1 << 16  # of one of them

@@ -87,18 +87,6 @@ static void keep_best(float *w, const uint32_t *keys, int64_t n, int64_t most, d
     }
 }
 
-/* x where the mask allows it, else -inf; and the largest. */
-static float allowed(float *out, const float *x, const uint32_t *mask, int64_t n) {
-    float top = -INFINITY;
-    for (int64_t i = 0; i < n; i += 32) {
-        uint32_t word = mask[i / 32];
-        int64_t size = n - i < 32 ? n - i : 32;
-        for (int64_t j = 0; j < size; j++) out[i + j] = word >> j & 1 ? x[i + j] : -INFINITY;
-        for (int64_t j = 0; word && j < size; j++) top = out[i + j] > top ? out[i + j] : top;
-    }
-    return top;
-}
-
 static float top_of(const float *x, int64_t n) {
     vec most = splat(-INFINITY);
     int64_t i = 0;
@@ -106,6 +94,18 @@ static float top_of(const float *x, int64_t n) {
     float top = largest(most);
     for (; i < n; i++) top = x[i] > top ? x[i] : top;
     return top;
+}
+
+/* x where the mask allows it, else -inf; and the largest. */
+static float allowed(float *out, const float *x, const uint32_t *mask, int64_t n) {
+    for (int64_t i = 0; i < n; i += 32) {
+        uint32_t word = mask[i / 32];
+        if (n - i >= 32)
+            for (int j = 0; j < 32; j++) out[i + j] = word >> j & 1 ? x[i + j] : -INFINITY;
+        else
+            for (int j = 0; j < n - i; j++) out[i + j] = word >> j & 1 ? x[i + j] : -INFINITY;
+    }
+    return top_of(out, n);
 }
 
 static int64_t first_of(const float *x, int64_t n, float wanted) {
