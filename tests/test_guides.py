@@ -14,6 +14,7 @@ import regard
 from regard import recipes
 from regard.cli.main import command_of, main
 from regard.cli.shared import parse
+from tests.serve.running import running
 
 ROOT = Path(__file__).resolve().parents[1]
 # What makes a run small; a test of the recipes trains them as they are.
@@ -21,6 +22,7 @@ SMALL = ["--train.steps", "2", "--train.evaluate", "2", "--train.schedule.warmup
 
 # Slow, and done on many a model by tests of their own: here it is seen that they can be typed.
 ELSEWHERE = ("parity", "convert", "lm-eval")
+SERVER = "http://127.0.0.1:8000"
 
 
 def page(name: str) -> str:
@@ -54,7 +56,9 @@ def typed(line: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return out.getvalue()
 
 
-def follow(name: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def follow(
+    name: str, home: Path, monkeypatch: pytest.MonkeyPatch, server: str = SERVER
+) -> list[str]:
     said, names = [], dict[str, Any]()
     for kind, text in blocks(name):
         if kind == "toml":
@@ -63,7 +67,7 @@ def follow(name: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             (home / file).write_text(text.replace("epochs = 3", "steps = 2"), encoding="utf-8")
         elif kind == "python":
             with contextlib.redirect_stdout(out := io.StringIO()):
-                exec(compile(text, name, "exec"), names)
+                exec(compile(text.replace(SERVER, server), name, "exec"), names)
             said.append(out.getvalue())
         else:
             said += [typed(line, monkeypatch) for line in text.splitlines()]
@@ -129,7 +133,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-GUIDES = ["data", "train", "fine-tune", "chat", "decode", "look", "convert", "evaluate"]
+GUIDES = ["data", "train", "fine-tune", "chat", "decode", "look", "convert", "evaluate", "serve"]
 
 
 def test_every_guide_is_followed() -> None:
@@ -139,7 +143,9 @@ def test_every_guide_is_followed() -> None:
 @pytest.mark.parametrize("name", GUIDES)
 def test_guide(name: str, stand_ins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(stand_ins)
-    said = follow(f"guides/{name}", stand_ins, monkeypatch)
+    with running({"demo": "demo"}) if name == "serve" else contextlib.nullcontext() as client:
+        server = client.url if client is not None else SERVER
+        said = follow(f"guides/{name}", stand_ins, monkeypatch, server)
     assert len(said) >= 2 and all(isinstance(text, str) for text in said)
     wanted = {
         "data": ["task classify", "task lm", "2 classes: bad, good"],
@@ -150,6 +156,7 @@ def test_guide(name: str, stand_ins: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "look": ["torch.Size([1, 2, 1, 4])", "online-softmax"],
         "convert": [],
         "evaluate": ["perplexity", "exact"],
+        "serve": ['{"colour": "', "0.self", "rg-"],
     }
     text = "\n".join(said)
     for word in wanted[name]:
