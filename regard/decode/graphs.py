@@ -506,9 +506,8 @@ class SlotLane(Lane):
         self._know()
         self._land()
         on = [s for s in masked if not s.row.finish and not (s.asked and s.fresh)]
-        words = {slot.index: slot.row.allowed(self.runner.columns.vocab) for slot in on}
-        if words := {index: mask for index, mask in words.items() if mask is not None}:
-            self.runner.columns.allow(words)
+        columns = self.runner.columns
+        columns.allow({slot.index: slot.row.allowed(columns.vocab) for slot in on})
 
     def _know(self) -> None:
         """The settings of new rows, to the runner."""

@@ -357,9 +357,7 @@ class PlainLane(Lane):
         if self._columns is None:
             self._columns = Columns(len(live), logits.shape[-1], logits.device)
             self._columns.put(range(len(live)), [slot.row for slot in live])
-        words = {i: mask for i, mask in (masks or {}).items() if mask is not None}
-        if words:
-            self._columns.allow(words)
+        self._columns.allow(masks or {})
         every = len(index) == len(live)
         at = slice(None) if every else torch.tensor(index, device=logits.device)
         count = torch.tensor([len(row.ids) for row in rows], device=logits.device)

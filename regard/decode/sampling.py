@@ -252,7 +252,10 @@ class Columns:
         return self.values[name]
 
     def allow(self, masks: dict[int, Any]) -> None:
-        """What may come next in some rows, as words of 32 bits; everything in the others."""
+        """What may come next in some rows, as words of 32 bits; everything in the others, and where it is None."""
+        masks = {row: words for row, words in masks.items() if words is not None}
+        if not masks:
+            return
         if MASK not in self.values:
             shape = (self.rows, -(-self.vocab // 32))
             self.values[MASK] = torch.full(shape, -1, dtype=torch.int32, device=self.device)

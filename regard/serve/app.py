@@ -37,9 +37,8 @@ POLICY: dict[str, Any] = {
 }
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 # Of regard/see/web.
-SHARED = (
-    "base.css colours.css look.css data.js dom.js map.js overview.js palette.js row.js scale.js"
-)
+SHARED = "base.css colours.css look.css "
+SHARED += "data.js dom.js map.js overview.js palette.js row.js scale.js"
 
 
 def page_files() -> dict[str, tuple[bytes, str]]:

@@ -189,8 +189,9 @@ class Host:
     def nbytes(self) -> int:
         """Memory of its weights and of its cache."""
         tensors = (*self.model.parameters(), *self.model.buffers())
+        pool = self.engine.pool if self.engine is not None else None
         weights = {t.data_ptr(): t.nbytes for t in tensors}
-        return sum(weights.values()) + getattr(getattr(self.engine, "pool", None), "nbytes", 0)
+        return sum(weights.values()) + (0 if pool is None else pool.nbytes)
 
     def token(self, index: int) -> bytes:
         """The bytes of a token."""
@@ -269,13 +270,13 @@ class Host:
                     self.inbox.get(timeout=HOLD / 10)()
             while True:
                 self.inbox.get_nowait()()
-        busy, began = self.engine is not None and not self.engine.idle, time.monotonic()
-        if self.jobs:
-            self.jobs.popleft()()
-        elif self.looks and (not busy or began >= self.next_look):
+        writes, began = self.engine is not None and not self.engine.idle, time.monotonic()
+        if self.looks and (began >= self.next_look or not (writes or self.jobs)):
             self.looks.popleft()()
             self.next_look = time.monotonic() + PAUSE * (time.monotonic() - began)
-        if self.engine is not None and busy:
+        elif self.jobs:
+            self.jobs.popleft()()
+        if self.engine is not None and writes:
             try:
                 self._tell(self.engine.step())
             except Exception as error:

@@ -2,8 +2,8 @@
    and typical-p in this order, then the inverse of the cumulative probability. decode/sampling.py has the plain form.
 
    A filter keeps the best tokens up to a number or a mass. Its cut is found digit by digit: a histogram of the first 11
-   bits of the sort keys says in which of its parts the cut lies, one of the next 11 bits of the keys in that part where
-   there, and one of the last 10 which key it is. Of equal keys the lowest ids are kept. */
+   bits of the sort keys tells those of the cut; one of the next 11, over the keys that begin with these, tells more of
+   them, and one of the last 10 the rest. Of equal keys the lowest ids are kept. */
 #include "vector.h"
 
 #include <stdlib.h>
