@@ -114,6 +114,9 @@ class Engine:
         self.streams = self.longest is not None and streams(model)
         self.waiting: list[Request] = []  # by rank
         self.cap = rows  # fewer after memory was short
+        self.careful = (
+            False  # since a step raised: nobody comes before what is through has been read
+        )
         self.tried: list[Request] = []  # who ran in the step that raised
         # Rows of preempted requests, to go on where they were.
         self.resumed: dict[int, list[Row]] = {}
@@ -191,7 +194,7 @@ class Engine:
             late = [number for number, deadline in self.deadlines.items() if deadline <= now]
             events = [event for number in late for event in self._stop(number, "deadline")]
             self._admit()
-            rows = sum(lane.batch for lane in self.lanes.values()) or 1
+            rows = sum(slot.times for lane in self.lanes.values() for slot in lane.slots) or 1
             with threads_for(self.weights * max(rows, min(self.chunk, self._unread()))):
                 for key, lane in list(self.lanes.items()):
                     # An earlier lane may have put its requests back.
@@ -227,6 +230,7 @@ class Engine:
         try:
             yield
         except BaseException:
+            self.careful = True
             new = [r for r in self.waiting if r.number >= first]
             self.tried = [r for r in (*active.values(), *waiting) if r not in self.waiting]
             self.lanes, self.resumed, self.finished = {}, resumed, finished
@@ -251,6 +255,7 @@ class Engine:
                         result.prompt_logprobs = logprobs
                         result.prompt_top_logprobs = tops if any(tops) else []
                 self.cap = min(self.rows, self.cap + len(event.done))
+                self.careful = self.careful and self.cap < self.rows
         return events
 
     # --- who is served, and where ---
@@ -326,7 +331,8 @@ class Engine:
     def _room(self) -> tuple[int, int]:
         """Rows that are free, and pages. Every row that runs will soon want a page, and prompts that are read some:
         what is left is for those that come."""
-        running = sum(lane.batch for lane in self.lanes.values())
+        slots = [slot for lane in self.lanes.values() for slot in lane.slots]
+        running = sum(slot.times for slot in slots if self.careful or not slot.away)
         owed = running + sum(lane.owed() for lane in self.lanes.values())
         return self.cap - running, 0 if self.pool is None else self.pool.available - owed
 

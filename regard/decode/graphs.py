@@ -5,7 +5,7 @@ always has work. Where a row has a mask, its next token depends on what the host
 one step and are read before the next begins. Prompts are read packed end to end, a chunk of them a step; a source is
 encoded once, and what the decoder's layers keep of it lies in pages that a second table names. A row whose answer has
 ended goes on until the host has seen that: what it writes lies behind its text, in a page of its own or in the pool's
-scratch page.
+scratch page. One that has as many tokens as it may have leaves its place to the next request at once.
 Off a GPU the same steps run as they are.
 """
 
@@ -475,18 +475,26 @@ class SlotLane(Lane):
         slot.fed = len(slot.pages) * self.pool.page
 
     def _release(self, slot: Slot) -> None:
-        self.edits += [(slot.index, i, self.pool.scratch) for i in range(len(slot.pages))]
-        self._vacate(slot, slot.pages)
+        if not slot.away:
+            self._leave(slot)
+        self._vacate(slot.pages)
 
-    def _vacate(self, slot: Slot, *tables: list[int]) -> None:
-        """Its pages, and its place."""
-        for pages in tables:
-            while pages:
-                self.pool.drop(pages.pop())
+    def _vacate(self, pages: list[int]) -> None:
+        while pages:
+            self.pool.drop(pages.pop())
+
+    def _forget(self, slot: Slot) -> None:
+        """Its pages, in the table of its place."""
+        self.edits += [(slot.index, i, self.pool.scratch) for i in range(len(slot.pages))]
+
+    def _leave(self, slot: Slot) -> None:
+        """Its place is free for what is launched from now on."""
+        slot.away = True
+        self._forget(slot)
         if slot.memory is not None:
             slot.memory.homes = [i for i in slot.memory.homes if i not in slot.homes]
-            while slot.memory.pages and not slot.memory.homes:
-                self.pool.drop(slot.memory.pages.pop())
+            if not slot.memory.homes:
+                self._vacate(slot.memory.pages)
         self.idle.append(slot.index)
         insort(self.free, slot.index)
 
@@ -628,14 +636,17 @@ class SlotLane(Lane):
             lines.append((slot, 0 if slot.fresh else 1, 1 + took))
         self._place()
         # Rows that are through go on until the host has read it, and the kernels read as far as they are.
-        for slot in (s for s in self.slots if s.asked):
+        for slot in (s for s in self.slots if s.asked and not s.away):
             slot.ran += steps
             longest = max(longest, len(slot.text) + slot.ran + 1)
-        for slot, _, last in lines:
-            slot.asked, slot.fresh = slot.asked + last - 1, False
         width = min(self.runner.rows, 1 << max(s.index for s in live).bit_length())
         bounds = self.runner.bucket(longest), self._far(live)
-        return self.runner.run(steps, width, *bounds, used), lines
+        flight = self.runner.run(steps, width, *bounds, used), lines
+        for slot, _, last in lines:
+            slot.asked, slot.fresh = slot.asked + last - 1, False
+            if not slot.left:
+                self._leave(slot)
+        return flight
 
     def _steps(self, lefts: list[int]) -> int:
         """Of a round: until an eighth of the rows are through where others wait, or `look`."""
@@ -649,7 +660,7 @@ class SlotLane(Lane):
         return far and max(SHORTEST, two(far))
 
     def _place(self) -> None:
-        busy = {slot.index for slot in self.slots if slot.asked}
+        busy = {slot.index for slot in self.slots if slot.asked and not slot.away}
         last = {(row, place): page for row, place, page in self.edits}
         edits = [(*at, page) for at, page in last.items()]
         self.runner.place(edits, [i for i in self.idle if i not in busy])

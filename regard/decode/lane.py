@@ -171,6 +171,7 @@ class Slot:
     ran: int = 0  # steps of the rounds since its prompt was read
     fresh: bool = True  # its first token has not been read by the host
     gone: bool = False
+    away: bool = False  # all its tokens were asked for, and another may have its place
     memory: Any = None  # what an encoder made of its source, in a graph
     # Samples that begin where the prompt is through.
     siblings: list[Slot] = field(default_factory=list)
@@ -232,10 +233,6 @@ class Lane:
     @property
     def rows(self) -> list[Row]:
         return [slot.row for slot in self.slots]
-
-    @property
-    def batch(self) -> int:
-        return sum(slot.times for slot in self.slots)
 
     def requests(self) -> list[Request]:
         """Each request once, in the order of its first row."""

@@ -158,9 +158,13 @@ class SearchLane(SlotLane):
 
     def _release(self, slot: Slot) -> None:
         assert isinstance(slot, Group)
+        self._leave(slot)
+        for pages in (*slot.own, slot.pages):
+            self._vacate(pages)
+
+    def _forget(self, slot: Slot) -> None:
         gone = set(slot.homes)
         self.edits = [edit for edit in self.edits if edit[0] not in gone]
-        self._vacate(slot, *slot.own, slot.pages)
 
     def results(self, i: int, why: str = "") -> list[Result]:
         """Running ones are those of when the host last knew."""

@@ -24,6 +24,7 @@ from regard.attention.protocol import Context
 from regard.attention.sparse import Indexer, SparseAttention, to_fp8
 from regard.block import Block, Stack
 from regard.fast.specialise import Row, Specialise, direct
+from regard.kernels.fused import side_by_side
 from regard.kernels.triton import attention as gpu_attention
 from regard.kernels.triton import latent as gpu_latent
 from regard.kernels.triton import prompt as gpu_prompt
@@ -670,9 +671,11 @@ class SlotAttention(GroupedQueryAttention):
             form |= {"angles": angles, "table": slots.table, "bound": slots.bound, "bias": bias}
             form |= {"heads": self.h, **self.heads}
             return gpu_attention.decode(qkv, k, v, slots.pos, **form).flatten(1)
-        laid = gpu_prompt.lay_qkv(qkv, pack, k, v, self.h, angles, **self.heads)
         near = c.window is not None and c.window < pack.sizes.longest
-        if near or pack.sizes.whole or c.softcap is not None or self.sinks is not None:
+        ours = near or pack.sizes.whole or c.softcap is not None or self.sinks is not None
+        rows = bool(ours) or not side_by_side(k, v)
+        laid = gpu_prompt.lay_qkv(qkv, pack, k, v, self.h, angles, rows=rows, **self.heads)
+        if ours:
             return gpu_prompt.over_pages(laid[0], k, v, pack, **form)
         return gpu_prompt.attend(laid, pack, self.scale, None)
 

@@ -571,6 +571,42 @@ def test_every_finished_answer_is_its_solo_answer(seed: int, name: str) -> None:
                 assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
 
 
+def test_place_of_a_row_is_free_when_its_last_token_is_asked_for() -> None:
+    """What waits begins in the next step, not when the host has read the end of the one before it."""
+    model = build("gqa")
+    asked = [Request([5, 6, 7 + i], Settings(max_new_tokens=4, eos=())) for i in range(3)]
+    engine, together = Engine(model, runner="graph", rows=1, pages=9), []
+    numbers = [engine.submit(replace(r, number=-1, key=i)) for i, r in enumerate(asked)]
+    done = dict[int, Result]()
+    while not engine.idle:
+        done |= {e.request: e.done[0] for e in engine.step() if e.done is not None}
+        together.append([slot.row.request.number for slot in engine.slots.slots])
+    assert together == [[0], [1], [2], []]
+    same([done[n] for n in numbers], by_torch(model, asked))
+    assert engine.pool is not None and engine.pool.available == len(engine.pool.users)
+
+
+def test_request_that_is_too_large_ends_and_those_beside_it_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where it would begin in the place of one whose end has not been read."""
+    model, few = build("gqa"), requests(3)
+    large = Request([9] * 40, Settings(max_new_tokens=2, eos=()))
+    read = Runner.prefill
+
+    def greedy(self: Runner, parts: Any, *rest: Any) -> Any:
+        if any(len(part.tokens) == 40 for part in parts):
+            raise torch.OutOfMemoryError
+        return read(self, parts, *rest)
+
+    want = by_torch(model, few)
+    monkeypatch.setattr(Runner, "prefill", greedy)
+    for rows in (1, 2, 4):
+        found = answer(model, [few[0], large, *few[1:]], rows)
+        same([found[i] for i in (0, 2, 3)], want)
+        assert found[1].finish == "error" and "out of memory" in (found[1].error or "")
+
+
 def test_packs_hold_every_token_once() -> None:
     texts = [[4, 5, 6], [7] * 70, [8]]
     ends = [[(5, 0)], [(0, 0), (1, 0)], [(3, 2)]]
@@ -586,6 +622,8 @@ def test_packs_hold_every_token_once() -> None:
     assert torch.equal(pack.grid.flatten()[pack.back][:74], torch.arange(74))
     assert (pack.row[73:] == 2).all() and (pack.pos[73:] == 0).all() and (pack.ids[73:] == 8).all()
     assert pack.table[1].tolist() == [*range(10, 19), 18, 18, 18]
+    assert pack.order.tolist() == [*range(74), *[73] * 54]
+    assert pack.ends.tolist() == [0, 3, 73, 74, 74]
     for wide in range(1, 5000):
         up = gpu_prompt.up(wide)
         assert wide <= up <= max(wide + 63, wide * 5 // 4)

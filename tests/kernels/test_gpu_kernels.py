@@ -675,8 +675,9 @@ def test_gpu_loss_matches_reference(
     close(logits, exact, dtype)
 
 
+@pytest.mark.parametrize("rows", [True, False])
 @pytest.mark.parametrize("turned", [True, False])
-def test_gpu_lay_matches_indexing(turned: bool) -> None:
+def test_gpu_lay_matches_indexing(turned: bool, rows: bool) -> None:
     h, g, d, length = 6, 2, 32, 90
     texts, page = [[1] * 7, [2] * 40, [3] * 33], 8
     pages = torch.randperm(36).view(3, 12).tolist()
@@ -687,15 +688,20 @@ def test_gpu_lay_matches_indexing(turned: bool) -> None:
     qkv[80:] = qkv[79]  # spare tokens repeat the last
     angles = (torch.rand(length, d // 2), torch.rand(length, d // 2)) if turned else None
     keys, values = torch.zeros(2, 36, page, g, d)
-    laid = gpu_prompt.lay_qkv(qkv, pack, keys, values, h, angles)
+    laid = gpu_prompt.lay_qkv(qkv, pack, keys, values, h, angles, rows=rows)
     q, k, v = qkv.unflatten(1, (-1, d)).split([h, g, g], 1)
     if angles is not None:
         cos, sin = angles[0][pack.pos], angles[1][pack.pos]
         q, k = gpu_attention.turn(q, cos, sin), gpu_attention.turn(k, cos, sin)
-    for got, x in zip(laid, gpu_prompt.lay(pack, q, k, v), strict=True):
-        for i, text in enumerate(texts):
-            torch.testing.assert_close(got[i, : len(text)], x[i, : len(text)])
-            assert not got[i, len(text) :].any()
+    if rows:
+        for got, x in zip(laid, gpu_prompt.lay(pack, q, k, v), strict=True):
+            for i, text in enumerate(texts):
+                torch.testing.assert_close(got[i, : len(text)], x[i, : len(text)])
+                assert not got[i, len(text) :].any()
+    else:
+        for got, x in zip(laid, (q, k, v), strict=True):
+            torch.testing.assert_close(got[:80], x[:80])
+            assert not got[80:].any()
     for cache, x in ((keys, k), (values, v)):
         want = torch.zeros_like(cache)
         want[pack.table[pack.row, pack.pos // page], pack.pos % page] = x

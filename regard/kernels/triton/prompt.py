@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.kernels.fused import fused
+from regard.kernels.fused import by_document, fused
 from regard.kernels.triton.attention import _heads, _mean_square, _score, scaled
 from regard.kernels.triton.linear import Rms, jit, triton
 
@@ -24,7 +24,9 @@ if triton is not None:
     import triton.language as tl
 
 RECORDED = 4096  # tokens of a pass over prompts that is recorded as a CUDA graph
-Laid = tuple[Tensor, Tensor, Tensor]  # q (n s h d), k and v (n s g d)
+Laid = tuple[
+    Tensor, Tensor, Tensor
+]  # q (n s h d), k and v (n s g d); or end to end: (t h d) and (t g d)
 
 
 @dataclass
@@ -84,7 +86,7 @@ def flat(parts: Sequence[Part], sizes: Sizes) -> Tensor:
     first = count.cumsum(0) - count
     row = torch.arange(len(parts)).repeat_interleave(count)
     ids = torch.tensor([token for p in parts for token in p.tokens])
-    place = torch.arange(len(ids)) - first[row]
+    place = (every := torch.arange(len(ids))) - first[row]
     # A spare place of a prompt has its last token, a spare page its last page.
     grid = first[:, None] + torch.arange(sizes.longest).minimum(count[:, None] - 1)
     pages = [[*p.pages[: sizes.places]] for p in parts]
@@ -97,10 +99,11 @@ def flat(parts: Sequence[Part], sizes: Sizes) -> Tensor:
         for writer in p.ends
     ]
     columns = torch.tensor(ends, dtype=torch.long).view(-1, 4).T
-    by_token = (ids, start[row] + place, row, row * sizes.longest + place)
+    by_token = (ids, start[row] + place, row, row * sizes.longest + place, every)
     each = [
         *(_filled(x, sizes.tokens) for x in by_token),
         *(_filled(x, sizes.prompts) for x in (grid, table, start, start + count, home)),
+        _filled(torch.cat([first, count.sum()[None]]), sizes.prompts + 1),
         *(_filled(x, sizes.ends) for x in columns),
     ]
     return torch.cat([x.flatten() for x in each])
@@ -119,12 +122,14 @@ class Pack:
     ids: Tensor  # (t) tokens,
     pos: Tensor  # (t) their positions,
     row: Tensor  # (t) their prompts
-    back: Tensor  # (t) and their places in (n s)
+    back: Tensor  # (t) their places in (n s),
+    order: Tensor  # (t) and end to end
     grid: Tensor  # (n s) the token at each place
     table: Tensor  # (n places) each prompt's pages,
     starts: Tensor  # (n) how much of its text the cache has
     totals: Tensor  # (n) and will have,
     homes: Tensor  # (n) and a row that has its state or knows its source
+    ends: Tensor  # (n + 1) where each begins end to end, and the last ends
     last: Tensor  # (e) the last token of those that are through,
     rows: Tensor  # (e) where each goes on,
     said: Tensor  # (e) what it has said
@@ -134,16 +139,17 @@ class Pack:
     @classmethod
     def of(cls, numbers: Tensor, sizes: Sizes) -> Pack:
         t, n, s, _, places, e, _ = sizes
-        each = numbers.split([t, t, t, t, n * s, n * places, n, n, n, e, e, e, e])
-        ids, pos, row, back, grid, table, *rest = each
-        return cls(sizes, ids, pos, row, back, grid.view(n, s), table.view(n, places), *rest)
+        each = numbers.split([*[t] * 5, n * s, n * places, n, n, n, n + 1, e, e, e, e])
+        ids, pos, row, back, order, grid, table, *rest = each
+        grid, table = grid.view(n, s), table.view(n, places)
+        return cls(sizes, ids, pos, row, back, order, grid, table, *rest)
 
-    def rooms(self, like: Tensor, heads: int, groups: int, d: int) -> Laid:
+    def rooms(self, like: Tensor, heads: int, groups: int, d: int, rows: bool) -> Laid:
         """Zeros for q, k and v, the same for every layer: what no token is written to stays zero."""
-        key = (heads, groups, d)
+        key = (heads, groups, d, rows)
         if key not in self.laid:
-            n, s = self.grid.shape
-            q, k, v = (like.new_zeros(n, s, count, d) for count in (heads, groups, groups))
+            shape = self.grid.shape if rows else self.order.shape
+            q, k, v = (like.new_zeros(*shape, count, d) for count in (heads, groups, groups))
             self.laid[key] = q, k, v
         return self.laid[key]
 
@@ -237,11 +243,13 @@ def lay_qkv(
     paired: bool = False,
     norms: tuple[Rms, Rms] | None = None,
     whole: bool = False,
+    rows: bool = True,
 ) -> Laid:
     """qkv (t, (h + 2g) d) before norms and RoPE, which are as in `decode`: keys and values into their pages (pages page
-    g d), and q, k, v in rows (n s . d). Equals `turn`, indexing and `lay`; see test_gpu_lay_matches_indexing."""
+    g d), and q, k, v in rows (n s . d), or end to end (t . d). Equals `turn`, indexing and `lay`; see
+    test_gpu_lay_matches_indexing."""
     page, g, d = keys.shape[1:]
-    rooms = pack.rooms(qkv, heads, g, d)
+    rooms = pack.rooms(qkv, heads, g, d, rows)
     cos, sin = (qkv, qkv) if angles is None else angles
     _lay[(len(qkv), 3)](
         qkv,
@@ -250,7 +258,7 @@ def lay_qkv(
         *((qkv, qkv) if norms is None else (norms[0][0], norms[1][0])),
         pack.pos,
         pack.row,
-        pack.back,
+        pack.back if rows else pack.order,
         pack.table,
         *rooms,
         keys,
@@ -291,7 +299,12 @@ def seen(laid: Laid, pack: Pack, window: int | None) -> Tensor:
 
 def attend(laid: Laid, pack: Pack, scale: float, window: int | None) -> Tensor:
     """Causal attention of q (n s h d) over k, v of the same tokens, or of whole texts (n S g d) where some of them was
-    in the cache; back as tokens (t, h e)."""
+    in the cache; or of prompts that lie end to end. Back as tokens (t, h e)."""
+    if laid[0].dim() == 3:
+        q, k, v = (x.transpose(0, 1)[None] for x in laid)
+        o = by_document(q, k, v, pack.ends.int(), pack.sizes.longest, True, scale)
+        # Spare tokens are of no prompt: they have what the last token has.
+        return o[0].transpose(0, 1).flatten(1)[pack.order]
     q, k, v = (x.transpose(1, 2) for x in laid)
     mask = seen(laid, pack, window) if pack.sizes.whole or window is not None else None
     o = fused(q, k, v, mask, causal=mask is None, scale=scale)
