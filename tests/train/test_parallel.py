@@ -54,9 +54,10 @@ def losses(told: dict[str, Any]) -> list[float]:
 
 
 def test_processes_together_train_as_one_alone(tmp_path: Path) -> None:
-    """Batches of 1, 5 and 4 rows with labels left out; in two parts; tied weights; a layer that never learns."""
+    """Batches of 1, 5 and 4 rows with labels left out; in two parts; tied weights; a layer that never learns; averaged
+    weights."""
     cases = [(kind, mode) for kind in ("gqa", "seq2seq") for mode in MODES] + [("bert", "ddp")]
-    base = {"train": {"micro_batches": 2, "save": 0}}
+    base = {"train": {"micro_batches": 2, "save": 0, "ema": 0.9}}
     jobs = [
         {**base, "folder": str(tmp_path / f"{kind}-{mode}"), "kind": kind, "mode": mode}
         for kind, mode in cases
@@ -93,7 +94,7 @@ def test_every_row_is_seen_by_one_process(tmp_path: Path) -> None:
 
 
 def test_stopped_teams_go_on_to_the_same_bits_and_other_teams_from_there(tmp_path: Path) -> None:
-    few: dict[str, Any] = {"train": {"save": 0, "evaluate": 0}}
+    few: dict[str, Any] = {"train": {"save": 0, "evaluate": 0, "ema": 0.9}}
     base: dict[str, Any] = {**few, "dropout": 0.1}
     jobs, other = [], {**few, "folder": str(tmp_path / "other")}
     for mode in MODES:
