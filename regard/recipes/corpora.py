@@ -64,24 +64,25 @@ def make_parts(folder: Path, seed: int = 0, labelled: int = 2_000) -> str:
 
 
 def make_sums(folder: Path, seed: int = 0, count: int = 4_000) -> str:
-    """chats.jsonl and valid.jsonl, talks about sums of two questions each; pairs.jsonl, an answer in a
-    whole sentence and a bare one; what was made."""
+    """chats.jsonl and valid.jsonl, talks about sums of two questions each, one answer in five in a whole sentence;
+    pairs.jsonl, such an answer and a bare one; what was made."""
     rng = random.Random(seed)
 
-    def question() -> tuple[str, int]:
+    def question() -> tuple[str, str]:
         a, b = rng.randrange(10), rng.randrange(10)
-        return rng.choice([f"What is {a} plus {b}?", f"Add {b} to {a}."]), a + b
+        return rng.choice([f"What is {a} plus {b}?", f"Add {b} to {a}."]), f"{a + b}"
 
     files: dict[str, list[str]] = {"chats.jsonl": [], "valid.jsonl": [], "pairs.jsonl": []}
     for _ in range(count):
         talk: list[dict[str, str]] = []
-        for asked, answer in (question(), question()):
+        first, second = question(), question()
+        for asked, bare in (first, second):
+            said = bare if rng.random() < 0.8 else f"That makes {bare}."
             talk.append({"role": "user", "content": asked})
-            talk.append({"role": "assistant", "content": f"{answer}"})
+            talk.append({"role": "assistant", "content": said})
         name = "valid.jsonl" if rng.random() < 0.05 else "chats.jsonl"
         files[name].append(json.dumps({"messages": talk}) + "\n")
-        bare = talk[1]["content"]
-        pair = {"chosen": f"That makes {bare}.", "rejected": bare}
+        pair = {"chosen": f"That makes {first[1]}.", "rejected": first[1]}
         files["pairs.jsonl"].append(json.dumps({"prompt": talk[:1], **pair}) + "\n")
     write(folder, files)
     return f"{count:,} talks about sums, and as many pairs of answers"
