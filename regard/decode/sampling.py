@@ -259,8 +259,12 @@ class Columns:
         if MASK not in self.values:
             shape = (self.rows, -(-self.vocab // 32))
             self.values[MASK] = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+        table = self.values[MASK]
+        if table.is_cpu:
+            table.numpy()[[*masks]] = [*masks.values()]
+            return
         at, words = send([*masks], self.device), torch.from_numpy(np.stack([*masks.values()]))
-        self.values[MASK].index_copy_(0, at, send(words, self.device))
+        table.index_copy_(0, at, send(words, self.device))
 
     def at(self, rows: slice | Tensor, used: frozenset[str]) -> dict[str, Tensor]:
         """What is used, of some rows."""

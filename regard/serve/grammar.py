@@ -68,7 +68,7 @@ class Matching:
             matcher, seen = self.root.deep_copy(), []
         if not matcher.consume_tokens(ids[len(seen) :]):
             raise ValueError("the grammar could not be followed")
-        self.samples[sample] = matcher, list(ids)
+        self.samples[sample] = matcher, ids
         words = np.zeros((1, self.size), dtype=np.int32)
         if not matcher.is_stopped():
             matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)

@@ -100,10 +100,13 @@ static float top_of(const float *x, int64_t n) {
 static float allowed(float *out, const float *x, const uint32_t *mask, int64_t n) {
     for (int64_t i = 0; i < n; i += 32) {
         uint32_t word = mask[i / 32];
-        if (n - i >= 32)
-            for (int j = 0; j < 32; j++) out[i + j] = word >> j & 1 ? x[i + j] : -INFINITY;
+        int64_t size = n - i < 32 ? n - i : 32;
+        if (word == ~0u) /* most words are all of one kind */
+            memcpy(out + i, x + i, (size_t)size * 4);
+        else if (!word)
+            for (int64_t j = 0; j < size; j++) out[i + j] = -INFINITY;
         else
-            for (int j = 0; j < n - i; j++) out[i + j] = word >> j & 1 ? x[i + j] : -INFINITY;
+            for (int64_t j = 0; j < size; j++) out[i + j] = word >> j & 1 ? x[i + j] : -INFINITY;
     }
     return top_of(out, n);
 }
