@@ -114,9 +114,8 @@ class Engine:
         self.streams = self.longest is not None and streams(model)
         self.waiting: list[Request] = []  # by rank
         self.cap = rows  # fewer after memory was short
-        self.careful = (
-            False  # since a step raised: nobody comes before what is through has been read
-        )
+        # Since a step raised: nobody comes before what is through has been read.
+        self.careful = False
         self.tried: list[Request] = []  # who ran in the step that raised
         # Rows of preempted requests, to go on where they were.
         self.resumed: dict[int, list[Row]] = {}

@@ -101,7 +101,8 @@ static float allowed(float *out, const float *x, const uint32_t *mask, int64_t n
     for (int64_t i = 0; i < n; i += 32) {
         uint32_t word = mask[i / 32];
         int64_t size = n - i < 32 ? n - i : 32;
-        if (word == ~0u) /* most words are all of one kind */
+        /* Most words are all of one kind. */
+        if (word == ~0u)
             memcpy(out + i, x + i, (size_t)size * 4);
         else if (!word)
             for (int64_t j = 0; j < size; j++) out[i + j] = -INFINITY;

@@ -24,9 +24,8 @@ if triton is not None:
     import triton.language as tl
 
 RECORDED = 4096  # tokens of a pass over prompts that is recorded as a CUDA graph
-Laid = tuple[
-    Tensor, Tensor, Tensor
-]  # q (n s h d), k and v (n s g d); or end to end: (t h d) and (t g d)
+# q (n s h d), k and v (n s g d); or end to end: (t h d) and (t g d).
+Laid = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass
