@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("lm_eval")
+pytest.importorskip("aiohttp")
+pytest.importorskip("tenacity")
+
 from regard.serve.host import Options
 from tests.serve.running import running
 from tests.test_lm_eval import TASKS, folder_of, lm_eval
 
-pytest.importorskip("aiohttp")
 CONTEXT = 64
 
 
