@@ -241,3 +241,11 @@ def test_recipe_trains_saves_and_loads(
             bench.said[each] = capsys.readouterr()
     said = bench.said[name]
     assert "reloaded:" in said.err and f"runs/{name}-smoke/checkpoints/step-00000003" in said.out
+
+
+def test_what_is_preferred_is_said_in_the_chats_at_times(tmp_path: Path) -> None:
+    """DPO of answers that the model never gives makes noise."""
+    corpora.make_sums(tmp_path, count=100)
+    chats = (tmp_path / "chats.jsonl").read_text(encoding="utf-8")
+    pairs = (tmp_path / "pairs.jsonl").read_text(encoding="utf-8")
+    assert 20 < chats.count("That makes") < 60 and pairs.count('"chosen": "That makes') == 100
