@@ -2,10 +2,11 @@
 
 The choice stays on the device, and the host reads a round of up to `look` steps one round late, so that the device
 always has work. Where a row has a mask, its next token depends on what the host says of the last one: then rounds have
-one step and are read before the next begins. Prompts are read packed end to end, a chunk of them a step; a source is
-encoded once, and what the decoder's layers keep of it lies in pages that a second table names. A row whose answer has
-ended goes on until the host has seen that: what it writes lies behind its text, in a page of its own or in the pool's
-scratch page. One that has as many tokens as it may have leaves its place to the next request at once.
+one step, and what was chosen is read, and masks are made, while the device feeds it to the model. Prompts are read
+packed end to end, a chunk of them a step; a source is encoded once, and what the decoder's layers keep of it lies in
+pages that a second table names. A row whose answer has ended goes on until the host has seen that: what it writes lies
+behind its text, in a page of its own or in the pool's scratch page. One that has as many tokens as it may have leaves
+its place to the next request at once.
 Off a GPU the same steps run as they are.
 """
 
@@ -113,6 +114,8 @@ class Runner:
         self.marks: list[tuple[int, int]] = []
         self.lane: Any = lambda: None  # a weak reference to who has it
         self.rooms: dict[Any, Tensor] = {}  # what recorded passes over prompts read, by their sizes
+        # Of tokens that were fed before the next choice: logits (rows V).
+        self.fed: Tensor | None = None
 
     # --- what a graph holds ---
 
@@ -145,7 +148,12 @@ class Runner:
 
     def step(self, width: int, bound: int, far: int, used: frozenset[str]) -> None:
         """Logits, choice, and the state moved on by one token."""
-        logits, state = self.logits(width, bound, far), self.state.narrow(width)
+        self.say(self.logits(width, bound, far), used)
+
+    def say(self, logits: Tensor, used: frozenset[str]) -> None:
+        """Choose by logits (b V) of the first rows, and move their state on."""
+        width = len(logits)
+        state = self.state.narrow(width)
         if used:
             tokens, *rest = self.choose(logits, slice(0, width), state.count, used)
             if TOPS in used:
@@ -274,29 +282,64 @@ class Runner:
         for i, block in enumerate(self.fast.decoder.blocks):
             block.cross.remember(memory.flatten(0, 1), pages.layer(i))
 
+    def feeds_early(self, used: frozenset[str]) -> bool:
+        """Whether tokens are fed before the masks of what follows are known. A state cannot be fed twice."""
+        return MASK in used and not self.stateful
+
+    def feed(self, width: int, bound: int, far: int) -> None:
+        """The logits of the first rows, for a choice that comes later."""
+
+        def call() -> None:
+            logits = self.logits(width, bound, far)
+            if self.fed is None:
+                self.fed = logits.new_empty(self.rows, logits.shape[1])
+            self.fed[:width] = logits
+
+        self._play(("feed", width, bound, far), call)
+
     def run(self, steps: int, width: int, bound: int, far: int, used: frozenset[str]) -> Any:
-        """Advance the first `width` rows by `steps` <= look tokens. What they were fed first and what they chose then,
-        with its log probability (steps + 1, width), on its way to the host; and what tells that it has arrived."""
+        """Advance the first `width` rows by `steps` <= look tokens; with masks by one, after `feed`. What they were fed
+        first and what they chose then, with its log probability (steps + 1, width), on its way to the host; and what
+        tells that it has arrived."""
         s, key = self.state, (width, bound, far, used)
-        if self.graph and steps and key not in self.recorder.graphs:
-            changed = [
-                *s.tensors(),
-                *([said] if (said := self.columns.values.get("said")) is not None else []),
-            ]
-            live = s.live.clone()
-            # A try must not move a state on.
-            s.live.zero_()
-            self.recorder.try_and_record(key, lambda: self.step(*key), changed)
-            s.live.copy_(live)
+
+        def say() -> None:
+            assert self.fed is not None
+            self._open()
+            self.say(self.fed[:width], used)
+
+        if steps and self.feeds_early(used):
+            self._play(("say", width, used), say)
+        else:
+            self._open()
+            for _ in range(steps):
+                self._play(key, lambda: self.step(*key))
+        logs = [s.log, s.logp, *(self.tops if TOPS in used else ())]
+        return self.to_host([x[: steps + 1, :width] for x in logs]), self.arrival()
+
+    def _open(self) -> None:
+        """Begin the log of a round with what is fed first."""
+        s = self.state
         s.log[0].copy_(s.ids)
         s.logp[0].copy_(self.first)
         for table, first in zip(self.tops, self.first_tops, strict=True):
             table[0].copy_(first)
         s.tick.fill_(1)
-        for _ in range(steps):
-            self.recorder.graphs[key].replay() if self.graph else self.step(*key)
-        logs = [s.log, s.logp, *(self.tops if TOPS in used else ())]
-        return self.to_host([x[: steps + 1, :width] for x in logs]), self.arrival()
+
+    def _play(self, key: Any, call: Callable[[], Any]) -> None:
+        """A step or a part of it; on a GPU as a graph, recorded when it is first met."""
+        if not self.graph:
+            call()
+            return
+        if key not in self.recorder.graphs:
+            s, said = self.state, self.columns.values.get("said")
+            live = s.live.clone()
+            # A try must not move a state on.
+            s.live.zero_()
+            changed = s.tensors() if said is None else [*s.tensors(), said]
+            self.recorder.try_and_record(key, call, changed)
+            s.live.copy_(live)
+        self.recorder.graphs[key].replay()
 
     def to_host(self, each: Sequence[Tensor]) -> list[Tensor]:
         """Copies on their way, as they are when all that was launched before is done."""
@@ -440,6 +483,7 @@ class SlotLane(Lane):
         self.idle: list[int] = []
         self.new: dict[int, Row] = {}  # rows whose settings the runner does not know
         self.flying: Flight | None = None
+        self.fed = set[Slot]()  # whose last token is fed
         runner.lane = weakref.ref(self)
 
     def takes(self, request: Request) -> bool:
@@ -501,7 +545,7 @@ class SlotLane(Lane):
     def clear(self) -> None:
         """After a fault: no row, and nothing on its way."""
         self.free, self.slots, self.edits, self.idle = list(range(self.runner.places)), [], [], []
-        self.flying, self.new, self.events = None, {}, []
+        self.flying, self.new, self.events, self.fed = None, {}, [], set()
         self.runner.reset()
 
     # --- one step ---
@@ -511,11 +555,15 @@ class SlotLane(Lane):
         masked = [slot for slot in self.slots if slot.row.request.mask is not None]
         if not masked:
             return
-        self._know()
+        # In this order: when the round before has been read, what was written for it has been sent.
         self._land()
-        on = [s for s in masked if not s.row.finish and not (s.asked and s.fresh)]
-        columns = self.runner.columns
-        columns.allow({slot.index: slot.row.allowed(columns.vocab) for slot in on})
+        self._know()
+        columns, last = self.runner.columns, 0
+        for slot in (s for s in masked if not s.row.finish and not (s.asked and s.fresh)):
+            slot.row.allowed(columns.room()[slot.index], columns.vocab)
+            last = max(last, slot.index + 1)
+        if last:
+            columns.allow(last)
 
     def _know(self) -> None:
         """The settings of new rows, to the runner."""
@@ -619,6 +667,7 @@ class SlotLane(Lane):
     def _launch(self) -> Flight | None:
         """The next round."""
         live = [s for s in self.slots if s.asked and (s.left or s.fresh) and not s.row.finish]
+        fed, self.fed = self.fed, set()
         if not live:
             self._place()
             return None
@@ -629,9 +678,13 @@ class SlotLane(Lane):
         self.paused = any(s.fresh for s in masked)
         if masked:
             steps, used = min(steps, 0 if self.paused else 1), frozenset({MASK})
+        # Only the choice waits for masks: what was chosen is fed while the host asks for the next.
+        early = self.runner.feeds_early(used)
         for slot in live:
             took, said = min(steps, slot.left), slot.said + slot.asked
-            self._reserve(slot, len(slot.text) + slot.asked + took - 1)
+            self._reserve(
+                slot, len(slot.text) + slot.asked + took - (took == slot.left or not early)
+            )
             used |= used_by(slot.row.request.settings, said, said + took - 1)
             lines.append((slot, 0 if slot.fresh else 1, 1 + took))
         self._place()
@@ -641,11 +694,16 @@ class SlotLane(Lane):
             longest = max(longest, len(slot.text) + slot.ran + 1)
         width = min(self.runner.rows, 1 << max(s.index for s in live).bit_length())
         bounds = self.runner.bucket(longest), self._far(live)
+        if early and steps and not fed.issuperset(live):
+            self.runner.feed(width, *bounds)
         flight = self.runner.run(steps, width, *bounds, used), lines
         for slot, _, last in lines:
             slot.asked, slot.fresh = slot.asked + last - 1, False
             if not slot.left:
                 self._leave(slot)
+        if early and any(s.left for s in live):
+            self.runner.feed(width, *bounds)
+            self.fed = set(live)
         return flight
 
     def _steps(self, lefts: list[int]) -> int:

@@ -90,18 +90,16 @@ class Row:
             self.finish, self.error = "error", f"its stop raised {type(error).__name__}: {error}"
         return [Event(self.request.number, self.sample, token, logprob, self.tops[-1])]
 
-    def allowed(self, vocab: int) -> Any:
-        """What its mask allows next, as words of 32 bits; None where the answer ends instead."""
+    def allowed(self, words: Any, vocab: int) -> None:
+        """Write what its mask allows next to words of 32 bits; where that is nothing, the answer ends."""
         assert self.request.mask is not None
         try:
-            words = packed(self.request.mask(self.sample, list(self.ids)), vocab)
+            pack(self.request.mask(self.sample, list(self.ids)), words, vocab)
         except Exception as error:
             self.finish, self.error = "error", f"its mask raised {type(error).__name__}: {error}"
-            return None
+            return
         if not words.any():
             self.finish = "stop"
-            return None
-        return words
 
     def back(self, said: int) -> None:
         """As it was when it had said so many tokens."""
@@ -116,23 +114,20 @@ class Row:
         return Result(*said, self.finish, error=self.error, top_logprobs=tops)
 
 
-def packed(mask: Any, vocab: int) -> Any:
-    """A mask over the vocabulary as words of 32 bits, of numpy; what lies past its end is 0."""
+def pack(mask: Any, words: Any, vocab: int) -> None:
+    """Write a mask over the vocabulary to words of 32 bits, of numpy; what lies past its end is 0."""
     given = np.asarray(mask.cpu() if isinstance(mask, Tensor) else mask).reshape(-1)
-    words = np.zeros(-(-vocab // 32), np.int32)
     if given.dtype == bool and given.size <= vocab:
-        bits = np.packbits(given, bitorder="little")
-        words.view(np.uint8)[: len(bits)] = bits
-    elif given.dtype == np.int32 and given.size <= len(words):
-        words[: given.size] = given
-    else:
+        given = np.packbits(given, bitorder="little")
+        words = words.view(np.uint8)
+    elif given.dtype != np.int32 or given.size > len(words):
         raise ValueError(
             f"it gave {given.dtype} of size {given.size}; give a boolean for each of {vocab} tokens, or "
             f"{len(words)} words of int32"
         )
-    if vocab % 32:
+    words[: given.size], words[given.size :] = given, 0
+    if vocab % 32 and given.dtype == np.int32:
         words[-1] &= (1 << vocab % 32) - 1
-    return words
 
 
 def page_keys(
@@ -207,10 +202,9 @@ class Slot:
         """Tokens the device has not been asked for."""
         return self.row.request.settings.max_new_tokens - self.said - self.asked
 
-    @property
-    def said(self) -> int:
-        """Tokens that the row had said when it came here."""
-        return len(self.text) - len(self.row.request.ids)
+    def __post_init__(self) -> None:
+        # Tokens that the row had said when it came here.
+        self.said = len(self.text) - len(self.row.request.ids)
 
 
 class Lane:

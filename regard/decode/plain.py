@@ -310,7 +310,9 @@ class PlainLane(Lane):
         live = self.samples
         index = list(range(len(live))) if index is None else index
         vocab, given = logits.shape[-1], [live[i].row for i in index]
-        masks = {i: r.allowed(vocab) for i, r in zip(index, given, strict=True) if r.request.mask}
+        for i, row in zip(index, given, strict=True):
+            if row.request.mask is not None:
+                row.allowed(self.columns(vocab, logits.device).room()[i], vocab)
         on = [k for k, row in enumerate(given) if not row.finish]
         if not on:
             return
@@ -330,7 +332,7 @@ class PlainLane(Lane):
         else:
             if any(broken):
                 raw = raw.masked_fill(~norm.isfinite()[:, None], 0.0)
-            tokens = self.pick(raw, rows, index, used, masks)
+            tokens = self.pick(raw, rows, index, used)
             chosen = raw.gather(-1, tokens.clamp(min=0)[:, None])[:, 0] - norm
         tops: list[Any] = [[]] * len(rows)
         if listed:
@@ -344,25 +346,25 @@ class PlainLane(Lane):
             else:
                 self.events += row.say(token, logprob, best_ones)
 
+    def columns(self, vocab: int, device: torch.device) -> Columns:
+        """The settings of the samples."""
+        if self._columns is None:
+            self._columns = Columns(len(self.samples), vocab, device)
+            self._columns.put(range(len(self.samples)), [slot.row for slot in self.samples])
+        return self._columns
+
     def pick(
-        self,
-        logits: Tensor,
-        rows: list[Row],
-        index: list[int],
-        used: frozenset[str],
-        masks: dict[int, Any] | None = None,
+        self, logits: Tensor, rows: list[Row], index: list[int], used: frozenset[str]
     ) -> Tensor:
         """Ids (n): the most probable, or drawn from what the row's settings and its mask leave."""
-        live = self.samples
-        if self._columns is None:
-            self._columns = Columns(len(live), logits.shape[-1], logits.device)
-            self._columns.put(range(len(live)), [slot.row for slot in live])
-        self._columns.allow(masks or {})
-        every = len(index) == len(live)
+        columns = self.columns(logits.shape[-1], logits.device)
+        if MASK in used:
+            columns.allow(columns.rows)
+        every = len(index) == columns.rows
         at = slice(None) if every else torch.tensor(index, device=logits.device)
         count = torch.tensor([len(row.ids) for row in rows], device=logits.device)
-        tokens = choose(logits, self._columns.at(at, used), count)
-        self._columns.said(at, tokens)
+        tokens = choose(logits, columns.at(at, used), count)
+        columns.said(at, tokens)
         return tokens
 
 

@@ -12,7 +12,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -178,7 +177,8 @@ def forced(s: Settings, said: int) -> int | None:
 
 def used_by(s: Settings, first: int, last: int) -> frozenset[str]:
     """What the tokens from number `first` to `last` of a row depend on."""
-    return uses(s) if held(s, first, last) else uses(s) - {"held"}
+    found = uses(s)
+    return found if "held" not in found or held(s, first, last) else found - {"held"}
 
 
 class Columns:
@@ -188,6 +188,7 @@ class Columns:
     def __init__(self, rows: int, vocab: int, device: torch.device):
         self.rows, self.vocab, self.device = rows, vocab, device
         self.values: dict[str, Tensor] = {}
+        self.words = torch.empty(0)  # the masks as the host writes them: see `room`
 
     def put(self, places: Sequence[int], rows: Sequence[Row]) -> None:
         """The settings of some rows, each at its place."""
@@ -222,7 +223,7 @@ class Columns:
                 row, token = send(bans, self.device).T
                 table[row, token] = -torch.inf
         if MASK in self.values:
-            self.values[MASK][at] = -1
+            self.values[MASK][at] = self.words[list(places)] = -1
         if "held" in new or "held" in self.values:
             # The least and the most tokens, the first and the last one, and the end tokens.
             if "held" not in self.values:
@@ -251,20 +252,19 @@ class Columns:
             self.values[name] = torch.zeros(self.rows, self.vocab, device=self.device)
         return self.values[name]
 
-    def allow(self, masks: dict[int, Any]) -> None:
-        """What may come next in some rows, as words of 32 bits; everything in the others, and where it is None."""
-        masks = {row: words for row, words in masks.items() if words is not None}
-        if not masks:
-            return
+    def room(self) -> Any:
+        """Words of 32 bits (n, V / 32), of numpy, to write in what may come next in some rows; `allow` sends them."""
         if MASK not in self.values:
-            shape = (self.rows, -(-self.vocab // 32))
-            self.values[MASK] = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+            shape, there = (self.rows, -(-self.vocab // 32)), self.device.type == "cuda"
+            self.words = torch.full(shape, -1, dtype=torch.int32, pin_memory=there)
+            self.values[MASK] = self.words.to(self.device)
+        return self.words.numpy()
+
+    def allow(self, rows: int) -> None:
+        """What was written for the first rows counts from here on."""
         table = self.values[MASK]
-        if table.is_cpu:
-            table.numpy()[[*masks]] = [*masks.values()]
-            return
-        at, words = send([*masks], self.device), torch.from_numpy(np.stack([*masks.values()]))
-        table.index_copy_(0, at, send(words, self.device))
+        if table is not self.words:
+            table[:rows].copy_(self.words[:rows], non_blocking=True)
 
     def at(self, rows: slice | Tensor, used: frozenset[str]) -> dict[str, Tensor]:
         """What is used, of some rows."""

@@ -46,8 +46,7 @@ class Grammars:
         self.tokens = [self.plain.token_bytes(i) for i in range(self.vocab)]
         added = self.plain.core.get_added_tokens_decoder().items()
         self.special_token_ids = [i for i, token in added if token.special and i < self.vocab]
-        wrapped: Any = TokenizerWrapper(self)
-        tokenizer = LLTokenizer(wrapped, n_vocab=self.vocab, eos_token=eos)
+        tokenizer = LLTokenizer(TokenizerWrapper(self), n_vocab=self.vocab, eos_token=eos)
         self.made = lru_cache(KEPT)(lambda grammar: LLMatcher(tokenizer, grammar, log_level=0))
 
     def __call__(self, text: str) -> list[int]:
@@ -55,10 +54,11 @@ class Grammars:
 
 
 class Matching:
-    """The mask of one request: where each of its samples stands in the grammar."""
+    """The mask of one request, by where each of its samples stands; it holds until the next is asked for."""
 
     def __init__(self, matcher: Any, vocab: int):
-        self.root, self.size = matcher, -(-vocab // 32)
+        self.root, self.words = matcher, np.zeros(-(-vocab // 32), np.int32)
+        self.room = self.words.ctypes.data, self.words.nbytes
         self.samples: dict[int, tuple[Any, list[int]]] = {}
 
     def __call__(self, sample: int, ids: list[int]) -> Any:
@@ -69,12 +69,12 @@ class Matching:
         if not matcher.consume_tokens(ids[len(seen) :]):
             raise ValueError("the grammar could not be followed")
         self.samples[sample] = matcher, ids
-        words = np.zeros((1, self.size), dtype=np.int32)
+        self.words.fill(0)
         if not matcher.is_stopped():
-            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            matcher.unsafe_compute_mask_ptr(*self.room)
         if matcher.is_error():
             raise ValueError("the grammar became too large")
-        return words[0]
+        return self.words
 
 
 def grammar_for(

@@ -3,6 +3,7 @@
 import contextlib
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 import regard
 from regard.decode.engine import Engine
-from regard.decode.lane import packed
+from regard.decode.lane import pack
 from regard.decode.settings import Settings
 from regard.errors import UsageError
 from tests.decode.test_steps import Fragile
@@ -187,6 +188,12 @@ def test_masks_survive_faults_and_being_put_back(way: str) -> None:
     assert found(**WAYS[way]) == found(rows=1)
 
 
+def packed(mask: Any, vocab: int) -> np.ndarray:
+    words = np.full(-(-vocab // 32), 12345, np.int32)
+    pack(mask, words, vocab)
+    return words
+
+
 def test_packed_is_one_bit_a_token() -> None:
     for vocab in (19, 32, 70):
         want = torch.rand(vocab, generator=torch.Generator().manual_seed(0)) < 0.5
@@ -197,6 +204,7 @@ def test_packed_is_one_bit_a_token() -> None:
         full = torch.full((len(words),), -1, dtype=torch.int32)
         assert packed(full, vocab).tolist() == packed([True] * vocab, vocab).tolist()
     assert packed(torch.tensor([-1], dtype=torch.int32), 70).tolist() == [-1, 0, 0]
+    assert packed([True], 70).tolist() == [1, 0, 0]
 
 
 def test_mask_is_told_what_it_cannot_do() -> None:
@@ -225,3 +233,42 @@ def test_slot_that_had_a_mask_has_none() -> None:
         return [done[i][0].ids for i in range(len(asked))]
 
     assert found(rows=2) == found(rows=12)
+
+
+@pytest.mark.parametrize("name", ["gqa_rope", "mla", "delta"])
+def test_token_is_fed_before_its_follower_has_a_mask(name: str) -> None:
+    """In a graph; and once, also where others come and go beside it. A state is fed with the choice."""
+    engine = Engine(model(name), runner="graph", page=4, pages=60, rows=4)
+    assert engine.slots is not None
+    runner, order = engine.slots.runner, list[str]()
+
+    def noted(part: str, call: Any) -> Any:
+        def new(first: int, *rest: Any) -> Any:
+            order.append(part if part == "feed" else f"{part} {first}")
+            return call(first, *rest)
+
+        return new
+
+    for part in ("feed", "run"):
+        setattr(runner, part, noted(part, getattr(runner, part)))
+
+    def mask(sample: int, ids: list[int]) -> np.ndarray:
+        order.append(f"mask {len(ids)}")
+        return bits(sample, ids)
+
+    s = Settings(max_new_tokens=4)
+    first = engine.submit(request(name, [5, 7], s, mask=mask))
+    alone = run(engine)[first][0].ids
+    fed = [] if name == "delta" else ["feed"]
+    later = [part for i in (1, 2, 3) for part in (*fed, f"mask {i}", "run 1")]
+    assert order == ["mask 0", "run 0", *later]
+    order.clear()
+    long = engine.submit(request(name, [5, 7], replace(s, max_new_tokens=6), mask=mask))
+    events = engine.step() + engine.step()
+    free = engine.submit(request(name, [5, 7], s))
+    done = {e.request: e.done[0].ids for e in [*events, *engine.run()] if e.done}
+    # With the other's first step, what had been fed is fed again.
+    assert done[long][:4] == alone and order.count("feed") == 6 * len(fed)
+    plain = Engine(model(name), runner="torch")
+    number = plain.submit(request(name, [5, 7], s))
+    assert run(plain)[number][0].ids == done[free]
