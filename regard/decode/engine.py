@@ -14,6 +14,7 @@ the one that needs too much is alone.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import time
@@ -188,7 +189,7 @@ class Engine:
 
     @torch.inference_mode()
     def _step(self) -> list[Event]:
-        with self._whole(), evaluation(self.modules):
+        with self._whole(), evaluation(self.modules), uncollected():
             now = time.monotonic()
             late = [number for number, deadline in self.deadlines.items() if deadline <= now]
             events = [event for number in late for event in self._stop(number, "deadline")]
@@ -478,6 +479,19 @@ def evaluation(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     finally:
         for own in training:
             own["training"] = True
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without garbage collection, which would take the many tokens of a step for things that stay, and then go through
+    all that torch and Triton have loaded: 0.1 s, while a GPU waits. What a step makes goes with its last reference."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 def pages_in(

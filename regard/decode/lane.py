@@ -75,8 +75,11 @@ class Row:
         """One token more, and whether the answer ends with it: an end token is no event."""
         self.ids.append(token)
         self.logprobs.append(logprob)
-        self.tops.append(tops[: self.request.settings.top_logprobs])
         settings, stop = self.request.settings, self.request.stop
+        tops = tops[: settings.top_logprobs]
+        # Kept where asked for alone: the garbage collector goes through every list that there is.
+        if tops:
+            self.tops.append(tops)
         if token in settings.eos:
             self.finish = "eos"
             return []
@@ -88,7 +91,7 @@ class Row:
                 self.finish = "length"
         except Exception as error:
             self.finish, self.error = "error", f"its stop raised {type(error).__name__}: {error}"
-        return [Event(self.request.number, self.sample, token, logprob, self.tops[-1])]
+        return [Event(self.request.number, self.sample, token, logprob, tops)]
 
     def allowed(self, words: Any, vocab: int) -> None:
         """Write what its mask allows next to words of 32 bits; where that is nothing, the answer ends."""
@@ -109,9 +112,8 @@ class Row:
 
     def result(self) -> Result:
         n = len(self.ids) - (self.finish == "eos")
-        tops = self.tops[:n] if self.request.settings.top_logprobs else []
         said = (self.ids[:n], self.logprobs[:n], sum(self.logprobs))
-        return Result(*said, self.finish, error=self.error, top_logprobs=tops)
+        return Result(*said, self.finish, error=self.error, top_logprobs=self.tops[:n])
 
 
 def pack(mask: Any, words: Any, vocab: int) -> None:

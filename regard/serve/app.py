@@ -174,8 +174,7 @@ async def metrics(app: App, x: Exchange) -> None:
             if (pool := host.engine.pool) is not None:
                 gauges[f"regard_pages{label}"] = len(pool.users)
                 gauges[f"regard_pages_free{label}"] = pool.available
-    content = app.metrics.text(gauges).encode()
-    await x.reply(content, "text/plain; version=0.0.4; charset=utf-8")
+    await x.reply(app.metrics.text(gauges).encode(), "text/plain; version=0.0.4; charset=utf-8")
 
 
 async def tokenize(app: App, x: Exchange, body: shapes.Tokenize) -> None:
@@ -203,8 +202,7 @@ async def detokenize(app: App, x: Exchange, body: shapes.Detokenize) -> None:
 async def openapi(app: App, x: Exchange) -> None:
     """What this server takes, from the same structs that check it."""
     taken = [route.shape for route in ROUTES.values() if route.shape is not None]
-    template = "#/components/schemas/{name}"
-    refs, parts = msgspec.json.schema_components(taken, ref_template=template)
+    refs, parts = msgspec.json.schema_components(taken, ref_template="#/components/schemas/{name}")
     wrong = {"description": "an error", "content": {"application/json": {}}}
     answered = {"200": {"description": "the answer"}, "4XX": wrong, "503": wrong}
     paths: dict[str, Any] = {}

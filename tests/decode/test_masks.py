@@ -1,6 +1,7 @@
 """A mask says which tokens may come next: a handwritten grammar of lists such as [1,[2,3]], on every runner."""
 
 import contextlib
+import gc
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -272,3 +273,23 @@ def test_token_is_fed_before_its_follower_has_a_mask(name: str) -> None:
     plain = Engine(model(name), runner="torch")
     number = plain.submit(request(name, [5, 7], s))
     assert run(plain)[number][0].ids == done[free]
+
+
+def test_garbage_is_not_collected_inside_a_step() -> None:
+    """And afterwards, as its user has it."""
+    seen = []
+
+    def mask(sample: int, ids: list[int]) -> torch.Tensor:
+        seen.append(gc.isenabled())
+        return torch.ones(VOCAB).bool()
+
+    for on in (True, False):
+        gc.enable() if on else gc.disable()
+        try:
+            engine = Engine(model("gqa_rope"))
+            engine.submit(request("gqa_rope", [1, 2], Settings(max_new_tokens=3), mask=mask))
+            run(engine)
+            assert gc.isenabled() is on
+        finally:
+            gc.enable()
+    assert seen == [False] * 6

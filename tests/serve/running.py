@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import json
 import threading
@@ -87,3 +88,5 @@ def running(
         thread.join(30)
         for host in app.hosts.values():
             host.thread.join(30)
+        # The models of this server are garbage from here on.
+        gc.unfreeze()
