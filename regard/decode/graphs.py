@@ -305,25 +305,26 @@ class Runner:
 
         def say() -> None:
             assert self.fed is not None
-            self._open()
+            self._open(used)
             self.say(self.fed[:width], used)
 
         if steps and self.feeds_early(used):
             self._play(("say", width, used), say)
         else:
-            self._open()
+            self._open(used)
             for _ in range(steps):
                 self._play(key, lambda: self.step(*key))
         logs = [s.log, s.logp, *(self.tops if TOPS in used else ())]
         return self.to_host([x[: steps + 1, :width] for x in logs]), self.arrival()
 
-    def _open(self) -> None:
+    def _open(self, used: frozenset[str]) -> None:
         """Begin the log of a round with what is fed first."""
         s = self.state
         s.log[0].copy_(s.ids)
         s.logp[0].copy_(self.first)
         for table, first in zip(self.tops, self.first_tops, strict=True):
-            table[0].copy_(first)
+            if TOPS in used:
+                table[0].copy_(first)
         s.tick.fill_(1)
 
     def _play(self, key: Any, call: Callable[[], Any]) -> None:
