@@ -142,7 +142,8 @@ class Paged(Cache):
         self.pool = pool or Pool(self.specs, pages, page, self.device, self.dtype)
         self.page = self.pool.page
         self.tables: list[list[int]] = [[] for _ in range(batch)]
-        self._table = torch.zeros(batch, 0, dtype=torch.long, device=self.device)  # b, pages
+        # (b, pages), as the C code reads it.
+        self._table = torch.zeros(batch, 0, dtype=torch.int32, device=self.device)
         self._edits: list[tuple[int, int, int]] = []  # row, place, page: not yet in _table
 
     @property
@@ -247,12 +248,12 @@ class Paged(Cache):
             return
         width, have = max(len(t) for t in self.tables), self._table.shape[1]
         if width > have:
-            width = max(width, 2 * have, WIDTH // self.page)
+            width = max(1 << (width - 1).bit_length(), WIDTH // self.page)
             self._table = _padded(self._table, width, self.pool.blank)
         last = {(row, place): page for row, place, page in self._edits}
         at = [(*k, page) for k, page in last.items() if k[1] < self._table.shape[1]]
         row, place, page = torch.tensor(at, dtype=torch.long, device=self.device).view(-1, 3).T
-        self._table[row, place] = page
+        self._table[row, place] = page.int()
         self._edits = []
 
     def _positions(self) -> Span:
@@ -284,7 +285,7 @@ class Paged(Cache):
     def take(self, rows: Tensor, common: int = 0) -> Cache:
         """A row that goes on once keeps its pages as they are; only second copies and lost rows are counted, and of
         them what is not common."""
-        new = super().fork(rows)
+        new = self._branch(rows, self._fork_cross(rows, moved=True))
         uses = Counter(rows.tolist())
         for row, table in enumerate(self.tables):
             for page in reversed(table[common // self.page :]) if uses[row] != 1 else ():
@@ -308,6 +309,7 @@ class Paged(Cache):
 
     def release(self) -> None:
         """Back to front, so that of a published chain the end is forgotten before its beginning."""
+        super().release()
         for table in self.tables:
             while table:
                 self.pool.drop(table.pop())

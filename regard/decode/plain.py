@@ -42,6 +42,8 @@ class PlainLane(Lane):
         self.model, self.specs, self.where, self.backend = model, specs, where, backend
         self.draft = None if draft is None else Draft(draft)
         self.longest = longest  # tokens that a text past the context goes on with
+        # Else each begins with the pages that it left.
+        self.parts = not prefix
         self.live: list[Slot] = []  # whose rows the cache holds, in this order
         self.samples: list[Slot] = []  # those of them that are not beams
         self.single: list[int] = []  # their rows
@@ -92,8 +94,9 @@ class PlainLane(Lane):
         size = super()._size(slot, room)
         if len(slot.marks) > 1:
             parting = slot.marks[0] * self.pool.page - slot.fed
-            return parting if 0 < parting < size else size
-        return size
+        else:
+            parting = len(slot.text) - len(slot.row.ids) - slot.fed if slot.siblings else 0
+        return parting if 0 < parting < size else size
 
     def _read(self, group: list[tuple[Slot, int]]) -> None:
         begun = [each for each in group if each[0].cache is not None]
@@ -125,6 +128,10 @@ class PlainLane(Lane):
                 self._look_up(slot, hidden[i], size)
             slot.fed += size
             self._mark(slot, cache, i, size)
+            if slot.fed == len(slot.text) - len(slot.row.ids) < len(slot.text):
+                for other in (s for s in slot.siblings if not s.gone):
+                    other.cache, other.fed = cache.fork(torch.tensor([i])), slot.fed
+                slot.siblings = []
         through = [i for i, slot in enumerate(slots) if slot.fed == len(slot.text)]
         if len(through) < len(slots):
             if len(slots) == 1:

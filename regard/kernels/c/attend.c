@@ -163,8 +163,8 @@ INLINE void block(const struct attend *a, const struct slots *x, const struct su
 
 /* Finds the slots from x->first on to the last one. */
 INLINE void find(const struct attend *a, struct slots *x, int64_t last, const int half) {
-    int64_t size = half ? 2 : 4, own = a->place ? 0 : x->row / a->share;
-    const int32_t *place = a->place ? a->place + x->row * a->place_row : 0;
+    int64_t size = half ? 2 : 4, own = x->row / a->share;
+    const int32_t *place = a->place ? a->place + own * a->place_row : 0;
     x->n = last + 1 - x->first < BLOCK ? last + 1 - x->first : BLOCK;
     for (int64_t i = 0; i < (x->n + 3) / 4 * 4; i++) {
         int64_t p = x->first + (i < x->n ? i : x->n - 1); /* up to a multiple of four the last one again */
@@ -244,7 +244,7 @@ static int64_t work(const struct attend *a, int64_t row) {
     if (last >= a->slots) return -1;
     int32_t low = 0, high = 0;
     if (a->place) {
-        const int32_t *place = a->place + row * a->place_row;
+        const int32_t *place = a->place + row / a->share * a->place_row;
         int64_t each = a->page ? a->page : 1;
         for (int64_t p = first / each; p <= (last < 0 ? -1 : last / each); p++) {
             low = place[p] < low ? place[p] : low;

@@ -70,9 +70,9 @@ def attend_one(
     """o_ij = sum over p of softmax_p(scale q_ij . k_p + bias_ijp) v_p, for one new token a row.
 
     q (r h d), k (R S g d), v (R S g e), pos (r) int64, bias (1 or r, h, > pos) -> (r h e) float32. Row i sees the slots
-    p with pos - window < p <= pos (none at -1: zeros). They lie in the rows place[i, p] of k and v, place (r S) int32,
-    or without it in row i // share; in pages of `page` slots, at p % page of the row place[i, p // page]. Query head j
-    reads head j // (h / g); a group's query heads read a key together.
+    p with pos - window < p <= pos (none at -1: zeros). They lie in row i // share of k and v, or, with n = i // share,
+    in the rows place[n, p], place (r / share, S) int32; in pages of `page` slots, at p % page of the row
+    place[n, p // page]. Query head j reads head j // (h / g); a group's query heads read a key together.
     """
     call, half = call_of("attend_one"), HALF.get(k.dtype)
     by_q, by_k, by_v = q.stride(), k.stride(), v.stride()
@@ -83,7 +83,7 @@ def attend_one(
         or not (q.is_cpu and q.dtype is torch.float32 and v.dtype is k.dtype)
         or not (by_q[2] == by_k[3] == by_v[3] == 1)
         or not (_readable(pos, torch.int64) and pos.shape[0] == r)
-        or not (place is None or (_readable(place, torch.int32) and place.shape[0] == r))
+        or not (place is None or (_readable(place, torch.int32) and len(place) * share == r))
         or not (bias is None or (_readable(bias) and bias.shape[0] in (1, r)))
         or learns(q, k, v)
     ):
@@ -121,7 +121,7 @@ def plain_attend_one(
         seen = seen & (slot > pos[:, None] - window)
     own = torch.arange(r, device=q.device)[:, None] // share
     where = slot // page if page else slot
-    row = torch.where(seen, own if place is None else place[:, where].long(), 0)
+    row = torch.where(seen, own if place is None else place[own, where].long(), 0)
     group = torch.arange(h, device=q.device) // (h // k.shape[2])
     within = slot % page if page else slot
     k, v = (x[row, within][:, :, group].float() for x in (k, v))  # r s h d
