@@ -33,6 +33,8 @@ ROOM = 128  # tokens a row has room for at first; it doubles as texts grow
 class PlainLane(Lane):
     """Rows of any settings, samples and beams, in one step."""
 
+    parts = True
+
     def __init__(
         self, model: Any, specs: Sequence[CacheSpec], where: dict[str, Any], *, backend: str = "sdpa", chunk: int = 512,
         scores: dict[int, Scores] | None = None, pool: Pool | None = None, prefix: bool = False, draft: Any = None,
@@ -42,8 +44,6 @@ class PlainLane(Lane):
         self.model, self.specs, self.where, self.backend = model, specs, where, backend
         self.draft = None if draft is None else Draft(draft)
         self.longest = longest  # tokens that a text past the context goes on with
-        # Else each begins with the pages that it left.
-        self.parts = not prefix
         self.live: list[Slot] = []  # whose rows the cache holds, in this order
         self.samples: list[Slot] = []  # those of them that are not beams
         self.single: list[int] = []  # their rows
@@ -79,10 +79,13 @@ class PlainLane(Lane):
         return Contiguous(self.specs, len(slots), capacity=min(size, ROOM), **self.where)
 
     def _adopt(self, slot: Slot) -> None:
-        cache, keys = self._cache([slot]), slot.keys[: (slot.row.size - 1) // self.pool.page]
+        row = slot.row
+        # Samples part where their prompt ends, and must come by.
+        size = row.size if row.request.settings.samples == 1 else len(row.request.ids)
+        cache, keys = self._cache([slot]), slot.keys[: (size - 1) // self.pool.page]
         assert isinstance(cache, Paged)
         slot.fed = cache.adopt(0, keys)
-        slot.row.keys = keys[: slot.fed // self.pool.page]
+        row.keys = keys[: slot.fed // self.pool.page]
         if slot.fed:
             slot.cache = cache
         if any(spec.state for spec in self.specs):

@@ -236,14 +236,16 @@ def test_pool_that_just_fits_a_request_runs_it_to_its_end(name: str) -> None:
             text = 1 if source else size
             full_pages, pages = text // 4, -(-(text + 8) // 4)
             need = source + full_pages + settings.rows * (pages - full_pages)
-            engine = Engine(model(name), page=4, pages=need, prefix=False)
-            engine.submit(request(name, prompt, settings))
+            engine = Engine(model(name), page=4, pages=need, prefix=size % 2 > 0)
             engine.submit(request(name, prompt, settings))
             for _ in range(4):
                 engine.step()
             with torch.inference_mode():
                 engine._put_back(next(engine._active()))
             full(engine.pool)
+            # Another takes the pages that it left.
+            other, few = prompts((size,), seed=9)[0], Settings(max_new_tokens=9, beams=settings.rows)
+            engine.submit(request(name, other, few, priority=1))
             found = run(engine)
             want = Engine(model(name), layout="contiguous")
             want.submit(request(name, prompt, settings))
