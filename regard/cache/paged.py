@@ -24,6 +24,9 @@ from regard.mask import Span
 WIDTH = 128  # tokens that a block table has places for at first: steps over one of the same width are recorded once
 
 
+LARGE = 2**25  # bytes that an allocator gets from the system each time
+
+
 class OutOfPages(UsageError):
     """The pool has no page left: free a row, preempt one, or make a larger pool."""
 
@@ -47,6 +50,7 @@ class Pool:
         self.blank, self.scratch = pages, pages + 1
         self.users = [0] * pages  # rows that hold a page, over all forks
         self.unused = deque(range(pages))
+        self.left: set[int] = set()  # pages that somebody has left; others are zero as they were made
         self.keys: dict[int, Hashable] = {}  # of published pages
         self.published: dict[Hashable, int] = {}
         self.idle: OrderedDict[int, None] = OrderedDict()  # published, held by no row; oldest first
@@ -60,6 +64,7 @@ class Pool:
 
     def clear(self) -> None:
         """Nobody holds a page, and nothing is published."""
+        self.left.update(page for page, users in enumerate(self.users) if users)
         self.users = [0] * len(self.users)
         self.unused = deque(range(len(self.users)))
         self.keys, self.published, self.idle = {}, {}, OrderedDict()
@@ -84,10 +89,11 @@ class Pool:
             for x in store.values():
                 x[target] = x[source]
 
-    def clean(self, pages: Tensor) -> None:
-        for store in self.stores:
-            for x in store.values():
-                x.index_fill_(0, pages, 0)
+    def clean(self, pages: list[int]) -> None:
+        """Fill with zeros what others left in pages that were taken."""
+        spent = [page for page in pages if page in self.left]
+        for x in (x for store in self.stores for x in store.values() if spent):
+            x.index_fill_(0, torch.tensor(spent, device=x.device), 0)
 
     def hold(self, page: int) -> None:
         self.users[page] += 1
@@ -96,6 +102,7 @@ class Pool:
     def drop(self, page: int) -> None:
         self.users[page] -= 1
         if self.users[page] == 0:
+            self.left.add(page)
             if page in self.keys:
                 self.idle[page] = None
             else:
@@ -131,7 +138,7 @@ class Pool:
 
 class Paged(Cache):
     """Tokens lie in pages of `page` slots taken from one pool; a row is a list of pages. Forked rows share pages until
-    one of them writes (copy on write). A page is filled with zeros when it is taken."""
+    one of them writes (copy on write). A page that is taken holds zeros."""
 
     def __init__(
         self, specs: Sequence[CacheSpec], batch: int, *, pages: int = 64, page: int = 16, pool: Pool | None = None,
@@ -214,8 +221,7 @@ class Paged(Cache):
             self._lay()
             raise
         finally:
-            if fresh:
-                self.pool.clean(torch.tensor(fresh, device=self.device))
+            self.pool.clean(fresh)
             if copies:
                 self.pool.copy(*torch.tensor(copies, device=self.device).T)
 
@@ -327,11 +333,11 @@ def untouched(
     shape: Sequence[int], device: torch.device | str | None, dtype: torch.dtype | None
 ) -> Tensor:
     """Zeros; in a CPU's memory those that the system gives when they are first used, so that a large pool costs what is
-    held of it."""
+    held of it. Small ones are given by the process, which has used them before: that is faster."""
     like = torch.empty(0, device=device, dtype=dtype)
-    if not like.is_cpu:
-        return like.new_zeros(shape)
     size = math.prod(shape) * like.element_size()
+    if not like.is_cpu or size < LARGE:
+        return like.new_zeros(shape)
     memory = torch.from_numpy(np.zeros(size + 64, np.uint8))
     return memory[-memory.data_ptr() % 64 :][:size].view(like.dtype).view(*shape)
 
