@@ -499,15 +499,14 @@ class Step:
         self.turns: dict[Any, Any] = {}  # cos and sin for every position of the cache
         # Of tensors copies: those of a cache are its own.
         new = self.changing(ctx, caches).items()
-        self.memo |= {key: x.clone() if isinstance(x, Tensor) else x for key, x in new}
+        self.memo |= {key: y.clone() if isinstance(y, Tensor) else y for key, y in new}
         if cross is not None:
             cross.memo |= {"last": self.memo["last"], "place": self.memo["source"]}
 
     def changing(self, ctx: Context, caches: tuple) -> dict[Any, Any]:
         own, source = caches
         pos = ctx.pos.index[:, 0].expand(len(self.x)).contiguous()
-        place, page = (own.table, own.page) if isinstance(own, Paged) else (None, 0)
-        found = {"rows": pos, "place": place, "home": _home(pos, place, page)}
+        found = {"rows": pos, "place": getattr(own, "table", None)}
         if source is not None:
             found |= {"last": _last(source, len(self.x)), "source": getattr(source, "table", None)}
         return found
@@ -616,10 +615,9 @@ class NativeAttention(_Native, JoinedAttention):
             qkv = torch.cat([q.flatten(1), k.flatten(1), v], -1)
         k, v, place, page = _memory(layer, ctx)
         pos = ctx.once("rows", lambda: ctx.pos.index[:, 0].expand(len(qkv)).contiguous())
-        slot, home = ctx.once("home", lambda: _home(pos, place, page))
         cos, sin = ctx.angles(c.rope, self.d, torch.float32) if c.rope else (None, None)
         layout = c.rope.layout if c.rope else ""
-        enter(qkv, self.h, self.g, self.d, self.e, cos, sin, layout, k, v, slot, home)
+        enter(qkv, self.h, self.g, self.d, self.e, cos, sin, layout, k, v, pos, place, page)
         q = qkv.narrow(1, 0, self.h * self.d).view(-1, self.h, self.d)
         bias = ctx.bias(cache.span)
         if bias is not None:
@@ -681,14 +679,6 @@ def _lain(cache: Any) -> tuple[Any, tuple]:
 def _last(cache: Any, rows: int) -> Tensor:
     """The last token of the source of each row."""
     return (cache.lengths - 1).repeat_interleave(rows // len(cache.lengths))
-
-
-def _home(pos: Tensor, place: Tensor | None, page: int) -> tuple[Tensor, Tensor | None]:
-    """The slot of a new token, and in pages the page that has it; -1 where there is none."""
-    if not page or place is None:
-        return pos, None
-    home = place.gather(1, pos.clamp(min=0)[:, None] // page)[:, 0].long()
-    return torch.where(pos < 0, -1, pos % page), home
 
 
 def _show(ctx: Context, layer: Layer, q: Tensor, mask: Visible | Tensor, terms: Terms) -> None:
