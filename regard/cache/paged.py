@@ -22,8 +22,6 @@ from regard.errors import UsageError
 from regard.mask import Span
 
 WIDTH = 128  # tokens that a block table has places for at first: steps over one of the same width are recorded once
-
-
 LARGE = 2**25  # bytes that an allocator gets from the system each time
 
 
@@ -50,7 +48,7 @@ class Pool:
         self.blank, self.scratch = pages, pages + 1
         self.users = [0] * pages  # rows that hold a page, over all forks
         self.unused = deque(range(pages))
-        self.left: set[int] = set()  # pages that somebody has left; others are zero as they were made
+        self.left = set[int]()  # pages that were held; the others are zero, as they were made
         self.keys: dict[int, Hashable] = {}  # of published pages
         self.published: dict[Hashable, int] = {}
         self.idle: OrderedDict[int, None] = OrderedDict()  # published, held by no row; oldest first

@@ -269,7 +269,8 @@ def new_source(ids: Tensor, source: Tensor | None, cache: Cache | None) -> Tenso
 
 def cross_cache(cache: Cache, specs: list[CacheSpec], memory: Tensor, pos: Span) -> Cache:
     """A new memory's part of the cache, ready to be written once: in pages of the same pool, if it fits them."""
-    (b, s), where = memory.shape[:2], {"device": cache.device, "dtype": cache.dtype}
+    b, s = memory.shape[:2]
+    where: Any = {"device": cache.device, "dtype": cache.dtype or memory.dtype}
     cross: Cache
     if isinstance(cache, Paged) and alike(specs, cache.specs):
         cross = Paged(specs, b, pool=cache.pool, **where)

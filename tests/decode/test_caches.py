@@ -136,7 +136,9 @@ def test_sources_follow_their_rows_and_are_counted_once(seed: int) -> None:
         what = rng.choice(["append", "trade", "groups", "any", "join", "fork"])
         groups = [rng.randrange(cross.batch) for _ in range(rng.randint(1, cross.batch))]
         groups = groups if what == "groups" else list(range(cross.batch))
-        rows = torch.tensor([g * share + rng.randrange(share) for g in groups for _ in range(share)])
+        rows = torch.tensor(
+            [g * share + rng.randrange(share) for g in groups for _ in range(share)]
+        )
         if what == "append":
             for cache in pair:
                 append(cache, [1] * batch, step)

@@ -244,7 +244,10 @@ def test_pool_that_just_fits_a_request_runs_it_to_its_end(name: str) -> None:
                 engine._put_back(next(engine._active()))
             full(engine.pool)
             # Another takes the pages that it left.
-            other, few = prompts((size,), seed=9)[0], Settings(max_new_tokens=9, beams=settings.rows)
+            other, few = (
+                prompts((size,), seed=9)[0],
+                Settings(max_new_tokens=9, beams=settings.rows),
+            )
             engine.submit(request(name, other, few, priority=1))
             found = run(engine)
             want = Engine(model(name), layout="contiguous")

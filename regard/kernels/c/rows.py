@@ -135,8 +135,7 @@ def plain_attend_one(
 
 def enter(
     qkv: Tensor, heads: int, groups: int, width: int, value_width: int, cos: Tensor | None, sin: Tensor | None,
-    layout: str, k_store: Tensor, v_store: Tensor, pos: Tensor, place: Tensor | None = None,
-    page: int = 0
+    layout: str, k_store: Tensor, v_store: Tensor, pos: Tensor, place: Tensor | None = None, page: int = 0
 ) -> None:  # fmt: skip
     """Turns q and k of qkv (r, (h + g) d + g e) where they are, as `position.rotate` does by `Rope.angles` cos and sin
     (r or 1, 1, 1, n), and writes k to k_store[i, pos_i] (R S g d), v to v_store (R S g e); nothing where pos_i is -1.
@@ -154,8 +153,8 @@ def enter(
         or not (cos is None or (_readable(cos) and cos.is_contiguous()))
         or not (sin is None or (_readable(sin) and sin.is_contiguous()))
     ):
-        sizes = (heads, groups, width, value_width)
-        return plain_enter(qkv, *sizes, cos, sin, layout, k_store, v_store, pos, place, page)
+        where: tuple = (k_store, v_store, pos, place, page)
+        return plain_enter(qkv, heads, groups, width, value_width, cos, sin, layout, *where)
     angles = (0, 0, 0, 0)
     if cos is not None and sin is not None:
         n = cos.shape[-1]
@@ -175,8 +174,7 @@ def enter(
 
 def plain_enter(
     qkv: Tensor, heads: int, groups: int, width: int, value_width: int, cos: Tensor | None, sin: Tensor | None,
-    layout: str, k_store: Tensor, v_store: Tensor, pos: Tensor, place: Tensor | None = None,
-    page: int = 0
+    layout: str, k_store: Tensor, v_store: Tensor, pos: Tensor, place: Tensor | None = None, page: int = 0
 ) -> None:  # fmt: skip
     """What `enter` does."""
     qk, v = qkv.split(((heads + groups) * width, groups * value_width), -1)
