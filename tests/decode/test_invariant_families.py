@@ -63,7 +63,7 @@ BEAMS = ("llama", "deepseek", "dsa_mla", "lstm_bilinear", "bahdanau", "t5", "cap
 WAYS: dict[str, dict[str, Any]] = {
     "all at once": {"layout": "contiguous"},
     "three rows, odd chunks and pages, shared prefixes": {"rows": 3, "chunk": 7, "page": 3},
-    "no shared prefixes, preempted": {"prefix": False, "chunk": 32, "page": 2, "pages": 30},
+    "no shared prefixes, preempted": {"prefix": False, "chunk": 32, "page": 2, "pages": 26},
 }
 KINDS = [
     {"temperature": 0.9, "top_p": 0.95, "seed": 3},
