@@ -1,6 +1,6 @@
 """What decoding remembers: contents (declared by each layer) times layout. LAYOUTS lists the layouts."""
 
-from regard.cache.base import Cache, CacheSpec, taken_back
+from regard.cache.base import Cache, CacheSpec, alike, taken_back
 from regard.cache.paged import OutOfPages, Paged, Pool
 from regard.cache.rows import FIRST, Contiguous, Ring, Sinks
 
@@ -8,5 +8,5 @@ LAYOUTS: dict[str, type[Cache]] = {"contiguous": Contiguous, "ring": Ring, "page
 
 __all__ = [
     "FIRST", "LAYOUTS", "Cache", "CacheSpec", "Contiguous", "OutOfPages", "Paged", "Pool", "Ring", "Sinks",
-    "taken_back",
+    "alike", "taken_back",
 ]  # fmt: skip

@@ -39,6 +39,12 @@ class CacheSpec:
         return sum(torch.Size(shape).numel() for shape in self.token.values())
 
 
+def alike(specs: Sequence[CacheSpec], others: Sequence[CacheSpec]) -> bool:
+    """Whether tokens of layers with these specs can lie where those of the others do."""
+    pairs = zip(specs, others, strict=False)
+    return len(specs) <= len(others) and all(a.token == b.token for a, b in pairs)
+
+
 def taken_back(specs: Sequence[CacheSpec]) -> float:
     """How many of the last tokens all layers can take back: any number, but for states."""
     return min((spec.back for spec in specs if spec.state), default=float("inf"))
@@ -81,7 +87,8 @@ class Cache:
         self.lengths = torch.zeros(batch, dtype=torch.long, device=self.device)
         self.even: int | None = 0  # the common length while all rows agree: then no index is needed
         self.frozen = False
-        self.cross: Cache | None = None  # an encoder's keys and values, written once
+        # An encoder's keys and values, written once: this cache's own, given up with it.
+        self.cross: Cache | None = None
         self.states = [
             {name: self._zeros(batch, *shape) for name, shape in spec.state.items()}
             for spec in self.specs
@@ -174,12 +181,15 @@ class Cache:
 
     def fork(self, rows: Tensor) -> Cache:
         """A cache whose row i continues row rows[i]: beams, samples, a shared prefix. The old one stays as it was."""
-        new = self._shell(rows)
+        return self._branch(rows, self._fork_cross(rows))
+
+    def _branch(self, rows: Tensor, cross: Cache | None) -> Cache:
+        new = self._shell(rows, cross)
         new._fork_from(self, rows.to(self.device))
         new._all = new._positions()
         return new
 
-    def _shell(self, rows: Tensor) -> Cache:
+    def _shell(self, rows: Tensor, cross: Cache | None) -> Cache:
         """All of a fork but the stored tokens."""
         new = self.__class__.__new__(self.__class__)
         new.__dict__.update(self.__dict__)
@@ -190,25 +200,32 @@ class Cache:
         new.states = [{n: s[rows] for n, s in state.items()} for state in self.states]
         if self.pasts:
             new._fed, new._was = self._fed[rows], rows if self._was is None else self._was[rows]
-        new.cross = None if self.cross is None else self._fork_cross(rows)
+        new.cross = cross
         return new
 
-    def _fork_cross(self, rows: Tensor) -> Cache:
-        """Rows may share a source in equal groups (beams): the source follows the first of each new group."""
-        assert self.cross is not None
-        share = self.batch // self.cross.batch
+    def _fork_cross(self, rows: Tensor, moved: bool = False) -> Cache | None:
+        """The source of a fork. Rows may share one in equal groups (beams): it follows the first of each new group.
+        `moved`: this cache gives it up, and where the same sources go on nothing is done to them."""
+        cross = self.cross
+        if cross is None:
+            return None
+        share = self.batch // cross.batch
+        which = rows.to(self.device) // share
         if share > 1 and len(rows) % share == 0:
-            groups = rows.view(-1, share) // share
+            groups = which.view(-1, share)
             if bool((groups == groups[:, :1]).all()):
-                same = groups[:, 0].tolist() == list(range(self.cross.batch))
-                return self.cross if same else self.cross.fork(groups[:, 0])
-        return self.cross.fork(rows // share)
+                which = groups[:, 0]
+        if not moved:
+            return cross.fork(which)
+        self.cross = None
+        same = which.tolist() == list(range(cross.batch))
+        return cross if same else cross.take(which)
 
     def _own_cross(self) -> Cache:
         """A source for each row, where rows shared one."""
         assert self.cross is not None
         share = self.batch // self.cross.batch
-        return self.cross.fork(torch.arange(self.batch, device=self.device) // share)
+        return self.cross.take(torch.arange(self.batch, device=self.device) // share)
 
     def spread(self, times: int, shared: bool) -> Cache:
         """Every row `times` in a row (beams, samples); they share their source, or get a copy each."""
@@ -216,18 +233,21 @@ class Cache:
         cross, self.cross = self.cross, None
         new = self.take(rows)
         if cross is not None:
-            new.cross = cross if shared else cross.fork(rows)
+            new.cross = cross if shared else cross.take(rows)
         return new
 
     def take(self, rows: Tensor, common: int = 0) -> Cache:
         """`fork`, after which this cache is given up: what the rows leave behind is free. Where as many rows trade
         places with others that came of the same one (beams), `common` tells how many first tokens they share."""
-        new = self.fork(rows)
+        new = self._branch(rows, self._fork_cross(rows, moved=True))
         self.release()
         return new
 
     def release(self) -> None:
-        """Give up the rows: memory of their own goes with them, pages go back to the pool."""
+        """Give up the rows and their source: memory of their own goes with them, pages go back to the pool."""
+        if self.cross is not None:
+            self.cross.release()
+            self.cross = None
 
     def join(self, other: Cache) -> Cache:
         """A cache with the rows of both, in this order; both are given up."""
@@ -257,6 +277,8 @@ class Cache:
     def free(self) -> None:
         """Forget every token: the cache is empty afterwards. Pages go back to their pool; rows keep
         their memory for the next tokens."""
+        if self.cross is not None:
+            self.cross.release()
         self.lengths = torch.zeros_like(self.lengths)
         self.even, self.cross = 0, None
         self.pasts = {}

@@ -22,6 +22,7 @@ from regard.errors import UsageError
 from regard.mask import Span
 
 WIDTH = 128  # tokens that a block table has places for at first: steps over one of the same width are recorded once
+LARGE = 2**25  # bytes that an allocator gets from the system each time
 
 
 class OutOfPages(UsageError):
@@ -47,6 +48,7 @@ class Pool:
         self.blank, self.scratch = pages, pages + 1
         self.users = [0] * pages  # rows that hold a page, over all forks
         self.unused = deque(range(pages))
+        self.left = set[int]()  # pages that were held; the others are zero, as they were made
         self.keys: dict[int, Hashable] = {}  # of published pages
         self.published: dict[Hashable, int] = {}
         self.idle: OrderedDict[int, None] = OrderedDict()  # published, held by no row; oldest first
@@ -60,6 +62,7 @@ class Pool:
 
     def clear(self) -> None:
         """Nobody holds a page, and nothing is published."""
+        self.left.update(page for page, users in enumerate(self.users) if users)
         self.users = [0] * len(self.users)
         self.unused = deque(range(len(self.users)))
         self.keys, self.published, self.idle = {}, {}, OrderedDict()
@@ -84,10 +87,11 @@ class Pool:
             for x in store.values():
                 x[target] = x[source]
 
-    def clean(self, pages: Tensor) -> None:
-        for store in self.stores:
-            for x in store.values():
-                x.index_fill_(0, pages, 0)
+    def clean(self, pages: list[int]) -> None:
+        """Fill with zeros what others left in pages that were taken."""
+        spent = [page for page in pages if page in self.left]
+        for x in (x for store in self.stores for x in store.values() if spent):
+            x.index_fill_(0, torch.tensor(spent, device=x.device), 0)
 
     def hold(self, page: int) -> None:
         self.users[page] += 1
@@ -96,6 +100,7 @@ class Pool:
     def drop(self, page: int) -> None:
         self.users[page] -= 1
         if self.users[page] == 0:
+            self.left.add(page)
             if page in self.keys:
                 self.idle[page] = None
             else:
@@ -131,7 +136,7 @@ class Pool:
 
 class Paged(Cache):
     """Tokens lie in pages of `page` slots taken from one pool; a row is a list of pages. Forked rows share pages until
-    one of them writes (copy on write). A page is filled with zeros when it is taken."""
+    one of them writes (copy on write). A page that is taken holds zeros."""
 
     def __init__(
         self, specs: Sequence[CacheSpec], batch: int, *, pages: int = 64, page: int = 16, pool: Pool | None = None,
@@ -142,7 +147,8 @@ class Paged(Cache):
         self.pool = pool or Pool(self.specs, pages, page, self.device, self.dtype)
         self.page = self.pool.page
         self.tables: list[list[int]] = [[] for _ in range(batch)]
-        self._table = torch.zeros(batch, 0, dtype=torch.long, device=self.device)  # b, pages
+        # (b, pages), as the C code reads it.
+        self._table = torch.zeros(batch, 0, dtype=torch.int32, device=self.device)
         self._edits: list[tuple[int, int, int]] = []  # row, place, page: not yet in _table
 
     @property
@@ -213,8 +219,7 @@ class Paged(Cache):
             self._lay()
             raise
         finally:
-            if fresh:
-                self.pool.clean(torch.tensor(fresh, device=self.device))
+            self.pool.clean(fresh)
             if copies:
                 self.pool.copy(*torch.tensor(copies, device=self.device).T)
 
@@ -247,12 +252,12 @@ class Paged(Cache):
             return
         width, have = max(len(t) for t in self.tables), self._table.shape[1]
         if width > have:
-            width = max(width, 2 * have, WIDTH // self.page)
+            width = max(1 << (width - 1).bit_length(), WIDTH // self.page)
             self._table = _padded(self._table, width, self.pool.blank)
         last = {(row, place): page for row, place, page in self._edits}
         at = [(*k, page) for k, page in last.items() if k[1] < self._table.shape[1]]
         row, place, page = torch.tensor(at, dtype=torch.long, device=self.device).view(-1, 3).T
-        self._table[row, place] = page
+        self._table[row, place] = page.int()
         self._edits = []
 
     def _positions(self) -> Span:
@@ -284,7 +289,7 @@ class Paged(Cache):
     def take(self, rows: Tensor, common: int = 0) -> Cache:
         """A row that goes on once keeps its pages as they are; only second copies and lost rows are counted, and of
         them what is not common."""
-        new = super().fork(rows)
+        new = self._branch(rows, self._fork_cross(rows, moved=True))
         uses = Counter(rows.tolist())
         for row, table in enumerate(self.tables):
             for page in reversed(table[common // self.page :]) if uses[row] != 1 else ():
@@ -308,6 +313,7 @@ class Paged(Cache):
 
     def release(self) -> None:
         """Back to front, so that of a published chain the end is forgotten before its beginning."""
+        super().release()
         for table in self.tables:
             while table:
                 self.pool.drop(table.pop())
@@ -325,11 +331,11 @@ def untouched(
     shape: Sequence[int], device: torch.device | str | None, dtype: torch.dtype | None
 ) -> Tensor:
     """Zeros; in a CPU's memory those that the system gives when they are first used, so that a large pool costs what is
-    held of it."""
+    held of it. Small ones are given by the process, which has used them before: that is faster."""
     like = torch.empty(0, device=device, dtype=dtype)
-    if not like.is_cpu:
-        return like.new_zeros(shape)
     size = math.prod(shape) * like.element_size()
+    if not like.is_cpu or size < LARGE:
+        return like.new_zeros(shape)
     memory = torch.from_numpy(np.zeros(size + 64, np.uint8))
     return memory[-memory.data_ptr() % 64 :][:size].view(like.dtype).view(*shape)
 

@@ -59,7 +59,8 @@ class Contiguous(Cache):
         that forget, slots are no positions."""
         if len(rows) != self.batch or type(self) is not Contiguous:
             return super().take(rows)
-        new, used = self._shell(rows), slice(common, self._all.size)
+        new = self._shell(rows, self._fork_cross(rows, moved=True))
+        used = slice(common, self._all.size)
         for store in self.slots:
             for x in store.values():
                 x[:, used] = x[:, used].index_select(0, rows.to(x.device))

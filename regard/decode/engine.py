@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from regard.cache import CacheSpec, OutOfPages, Pool, taken_back
+from regard.cache import CacheSpec, OutOfPages, Pool, alike, taken_back
 from regard.decode.beam import Shape
 from regard.decode.check import check, check_draft, check_drafted, check_pages, context_of
 from regard.decode.graphs import SlotLane, runner_of, source_length, source_size, why_plain
@@ -90,12 +90,12 @@ class Engine:
         if not any(spec.token for spec in self.specs):
             # States alone: a graph gives each row a page that holds nothing, others need none.
             paged, page, pages = False, self.longest or UNBOUND, None if self.plain else 2 * rows
+        # Whether sources lie in pages too.
+        self.sources = paged and model.reads_source and alike(model.source_specs(), self.specs)
         if paged and pages is None:
-            longest = self.longest
-            if not self.plain and model.reads_source and longest is not None:
-                # Sources lie in pages too.
-                longest += source_length(model) or 0
-            pages = pages_in(memory, weight.device, self.specs, page, weight.dtype, rows, longest)
+            far = (source_length(model) or 0) if self.sources else None
+            how = (self.specs, page, weight.dtype, rows, self.longest, far)
+            pages = pages_in(memory, weight.device, *how)
         self.pool: Pool | None = None
         slots = None
         if not self.plain and pages is not None:
@@ -334,6 +334,10 @@ class Engine:
         slots = [slot for lane in self.lanes.values() for slot in lane.slots]
         running = sum(slot.times for slot in slots if self.careful or not slot.away)
         owed = running + sum(lane.owed() for lane in self.lanes.values())
+        # Sources that no plain runner has read yet.
+        plain = (lane for lane in self.lanes.values() if isinstance(lane, PlainLane) and lane.pool)
+        new = (slot for lane in plain for slot in lane.unread() if slot.cache is None)
+        owed += sum(self._source(slot.row.request) for slot in new)
         return self.cap - running, 0 if self.pool is None else self.pool.available - owed
 
     def _fits(self, request: Request, room: int, pages: int) -> bool:
@@ -355,12 +359,13 @@ class Engine:
         return len(self.resumed.get(request.number, ())) or request.settings.rows
 
     def _source(self, request: Request) -> int:
-        """Pages that a request takes in slots besides those of its text: its source's."""
-        if self.slots is None or not self.slots.takes(request):
-            return 0
-        # What beams write begins with a page of their own.
-        page = request.settings.beams > 1
-        return page + -(-source_size(self.model, request) // self.slots.pool.page)
+        """Pages that a request takes besides those of its text: its source's."""
+        # What beams write in slots begins with a page of their own.
+        slots = self.slots is not None and self.slots.takes(request)
+        page = slots and request.settings.beams > 1
+        if self.pool is None or not self.sources:
+            return page
+        return page + -(-source_size(self.model, request) // self.pool.page)
 
     def _rows(self, request: Request) -> list[Row]:
         return [Row(request, i, window=self.longest) for i in range(request.settings.samples)]
@@ -496,15 +501,17 @@ def uncollected() -> Iterator[None]:
 
 def pages_in(
     memory: float | None, device: torch.device, specs: Sequence[CacheSpec], page: int, dtype: torch.dtype, rows: int,
-    longest: int | None
+    longest: int | None, far: int | None = None
 ) -> int:  # fmt: skip
     """How many pages a memory holds: so many bytes, or (up to 1) a share of what is free; 0.9 on a GPU, and 1,024 pages
-    elsewhere, if it is not said. No more than `rows` texts as long as the context need."""
+    elsewhere, if it is not said. No more than `rows` texts as long as the context need. Where sources lie in them too,
+    of `far` tokens at most (0: of any length), these have as many again."""
     if memory is not None and not memory > 0:
         raise UsageError(f"memory is {memory}; give bytes, or a share of what is free such as 0.9")
-    most = None if longest is None else rows * -(-longest // page)
+    source = -(-(far or 0) // page)
+    most = None if longest is None else rows * (-(-longest // page) + source)
     if memory is None and device.type != "cuda":
-        return 1024
+        return 1024 + (0 if far is None else max(1024, source))
     share = 0.9 if memory is None else memory
     if share <= 1:
         share *= free_memory(device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -86,16 +86,18 @@ def engine_for(
     # A page of one token is never partly filled: beams that go on from one another copy nothing.
     page = 1 if plain and s.beams > 1 else PAGE
     each = -(-rows // s.rows)
-    sizes = sorted((len(r.ids) + s.max_new_tokens for r in requests), reverse=True)
-    pages = s.rows * sum(-(-size // page) for size in sizes[:each])
+
+    def needs(sizes: Iterable[int]) -> list[int]:
+        return sorted((-(-size // page) for size in sizes), reverse=True)
+
+    texts = needs(len(r.ids) + s.max_new_tokens for r in requests)
+    read = needs(source_size(model, r) for r in requests)
+    pages = s.rows * sum(texts[:each]) + sum(read[:each])
     numbers = sum(spec.numbers() for spec in model.cache_specs()) * page * weight.element_size()
     if plain:
-        most = max(s.rows * -(-sizes[0] // page), TOTAL // max(1, numbers))
+        most = max(s.rows * texts[0] + read[0], TOTAL // max(1, numbers))
         how: Any = {"runner": "torch", "prefix": False, "draft": draft}
         return Engine(model, rows=rows, page=page, pages=min(pages + 2 * rows, most), **how)
-    if model.reads_source:
-        sizes = sorted((source_size(model, r) for r in requests), reverse=True)
-        pages += sum(-(-size // page) for size in sizes[:each])
     wanted = max(LEAST, (1 << pages.bit_length()) * numbers)
     memory = min(wanted, free_memory(weight.device) * 9 // 10)
     return Engine(model, rows=rows, page=page, memory=memory)

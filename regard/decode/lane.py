@@ -213,6 +213,9 @@ class Lane:
     """Rows that advance together. A runner's lane defines `ask` and `step`, which leave what rows said in `events`,
     `_read` for prompts, and what a slot is made with and leaves behind."""
 
+    # Whether samples that go on after they were put back read their prompt once, and part where it ends.
+    parts = False
+
     def __init__(self, pool: Any, prefix: bool, chunk: int, scores: dict[int, Scores] | None):
         self.pool: Pool = pool
         self.prefix, self.chunk = prefix, chunk
@@ -244,10 +247,10 @@ class Lane:
         for row in rows:
             slot = self._slot(row)
             self.slots.append(slot)
-            if first is not None and not row.ids:
+            if first is not None and bool(row.ids) == bool(first.row.ids):
                 first.siblings.append(slot)
                 continue
-            first = first or (slot if not row.ids else None)
+            first = first or (slot if self.parts or not row.ids else None)
             row.keys = []
             if self.prefix:
                 page, salt = self.pool.page, row.request.salt

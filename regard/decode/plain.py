@@ -33,6 +33,8 @@ ROOM = 128  # tokens a row has room for at first; it doubles as texts grow
 class PlainLane(Lane):
     """Rows of any settings, samples and beams, in one step."""
 
+    parts = True
+
     def __init__(
         self, model: Any, specs: Sequence[CacheSpec], where: dict[str, Any], *, backend: str = "sdpa", chunk: int = 512,
         scores: dict[int, Scores] | None = None, pool: Pool | None = None, prefix: bool = False, draft: Any = None,
@@ -77,10 +79,13 @@ class PlainLane(Lane):
         return Contiguous(self.specs, len(slots), capacity=min(size, ROOM), **self.where)
 
     def _adopt(self, slot: Slot) -> None:
-        cache, keys = self._cache([slot]), slot.keys[: (slot.row.size - 1) // self.pool.page]
+        row = slot.row
+        # Samples part where their prompt ends, and must come by.
+        size = row.size if row.request.settings.samples == 1 else len(row.request.ids)
+        cache, keys = self._cache([slot]), slot.keys[: (size - 1) // self.pool.page]
         assert isinstance(cache, Paged)
         slot.fed = cache.adopt(0, keys)
-        slot.row.keys = keys[: slot.fed // self.pool.page]
+        row.keys = keys[: slot.fed // self.pool.page]
         if slot.fed:
             slot.cache = cache
         if any(spec.state for spec in self.specs):
@@ -92,8 +97,9 @@ class PlainLane(Lane):
         size = super()._size(slot, room)
         if len(slot.marks) > 1:
             parting = slot.marks[0] * self.pool.page - slot.fed
-            return parting if 0 < parting < size else size
-        return size
+        else:
+            parting = len(slot.text) - len(slot.row.ids) - slot.fed if slot.siblings else 0
+        return parting if 0 < parting < size else size
 
     def _read(self, group: list[tuple[Slot, int]]) -> None:
         begun = [each for each in group if each[0].cache is not None]
@@ -125,6 +131,10 @@ class PlainLane(Lane):
                 self._look_up(slot, hidden[i], size)
             slot.fed += size
             self._mark(slot, cache, i, size)
+            if slot.fed == len(slot.text) - len(slot.row.ids) < len(slot.text):
+                for other in (s for s in slot.siblings if not s.gone):
+                    other.cache, other.fed = cache.fork(torch.tensor([i])), slot.fed
+                slot.siblings = []
         through = [i for i, slot in enumerate(slots) if slot.fed == len(slot.text)]
         if len(through) < len(slots):
             if len(slots) == 1:

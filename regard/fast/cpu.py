@@ -449,7 +449,7 @@ class NativeStack(PackedStack):
                 y = super().forward(fresh.x, ctx, cross, caches)
             fresh.y = fresh.tape.settle(y)
             # Other steps of the same form are the same calls.
-            form = (type(caches[0]), cross is None)
+            form = tuple(map(type, caches))
             if form not in self.tapes.whole:
                 assert fresh.tape.whole(fresh.y, y), "a part computes outside of the C code"
                 self.tapes.whole.add(form)
@@ -463,19 +463,21 @@ class NativeStack(PackedStack):
         own, source = caches
         if self.tapes.stack() is not self or ctx.probe is not None or ctx.mask != CAUSAL:
             return None
-        if not isinstance(own, Contiguous | Paged) or _step(_at(ctx, own, 0, "")) is None:
+        if own is None or _step(_at(ctx, own, 0, "")) is None:
             return None
-        if cross is not None and (cross.memory is not None or type(source) is not Contiguous):
+        read = cross is None or (cross.memory is None and type(source) in (Contiguous, Paged))
+        if not read:
             return None
-        stores = own.pool.stores if isinstance(own, Paged) else own.slots
-        stores = stores if source is None else [*stores, *source.slots]
+        stores, room = _lain(own)
+        if source is not None:
+            kept, far = _lain(source)
+            # Pages of the same pool are there already.
+            stores, room = stores if kept is stores else [*stores, *kept], (*room, *far)
         memory = tuple(t.data_ptr() for store in stores for t in store.values())
         strides = stores[0]["k"].stride(), stores[-1]["k"].stride()
-        shape = own.table.shape if isinstance(own, Paged) else None
         # Rows at one position may share it: (1 t), where others have (b t).
-        rows = (len(x), len(ctx.pos.index), getattr(own, "capacity", 0), shape)
-        rest = (*rows, torch.is_inference_mode_enabled())
-        return memory, strides, rest, None if source is None else (source.batch, source.capacity)
+        rows = (len(x), len(ctx.pos.index), torch.is_inference_mode_enabled())
+        return memory, strides, rows, room
 
 
 def _recorded(block: Any) -> bool:
@@ -495,17 +497,18 @@ class Step:
     def __init__(self, x: Tensor, ctx: Context, cross: Context | None, caches: tuple):
         self.tape, self.x, self.memo = Tape(), x.float().contiguous().clone(), ctx.memo
         self.turns: dict[Any, Any] = {}  # cos and sin for every position of the cache
-        self.memo |= self.changing(ctx, caches)
+        # Of tensors copies: those of a cache are its own.
+        new = self.changing(ctx, caches).items()
+        self.memo |= {key: y.clone() if isinstance(y, Tensor) else y for key, y in new}
         if cross is not None:
-            cross.memo["last"] = self.memo["last"]
+            cross.memo |= {"last": self.memo["last"], "place": self.memo["source"]}
 
     def changing(self, ctx: Context, caches: tuple) -> dict[Any, Any]:
         own, source = caches
         pos = ctx.pos.index[:, 0].expand(len(self.x)).contiguous()
-        place, page = (own.table.int(), own.page) if isinstance(own, Paged) else (None, 0)
-        found = {"rows": pos, "place": place, "home": _home(pos, place, page)}
+        found = {"rows": pos, "place": getattr(own, "table", None)}
         if source is not None:
-            found["last"] = _last(source, len(self.x))
+            found |= {"last": _last(source, len(self.x)), "source": getattr(source, "table", None)}
         return found
 
     def angles(self, key: Any, pos: Tensor, own: Any) -> tuple[Tensor, ...]:
@@ -612,10 +615,9 @@ class NativeAttention(_Native, JoinedAttention):
             qkv = torch.cat([q.flatten(1), k.flatten(1), v], -1)
         k, v, place, page = _memory(layer, ctx)
         pos = ctx.once("rows", lambda: ctx.pos.index[:, 0].expand(len(qkv)).contiguous())
-        slot, home = ctx.once("home", lambda: _home(pos, place, page))
         cos, sin = ctx.angles(c.rope, self.d, torch.float32) if c.rope else (None, None)
         layout = c.rope.layout if c.rope else ""
-        enter(qkv, self.h, self.g, self.d, self.e, cos, sin, layout, k, v, slot, home)
+        enter(qkv, self.h, self.g, self.d, self.e, cos, sin, layout, k, v, pos, place, page)
         q = qkv.narrow(1, 0, self.h * self.d).view(-1, self.h, self.d)
         bias = ctx.bias(cache.span)
         if bias is not None:
@@ -637,10 +639,11 @@ class NativeCrossAttention(_Native, JoinedCrossAttention):
         if layer is None or ctx.memory is not None or not self.bare:
             return super().look(x, ctx)
         q = self.queries(x, ctx)
-        (k, v, *_), lengths = _memory(layer, ctx), layer.cache.lengths
-        share = len(q) // len(lengths)
+        k, v, place, page = _memory(layer, ctx)
+        share = len(q) // layer.cache.batch
         pos = ctx.once("last", lambda: _last(layer.cache, len(q)))
-        o = attend_one(q[:, 0], k, v, pos, share=share, scale=self.scale)
+        where: Any = {"place": place, "page": page, "share": share}
+        o = attend_one(q[:, 0], k, v, pos, **where, scale=self.scale)
         # Beams stand side by side, as in `mix`.
         if ctx.probe is not None:
             real = (layer.cache.span.index >= 0)[:, None, None]
@@ -661,22 +664,21 @@ def _memory(layer: Layer, ctx: Context) -> tuple[Tensor, Tensor, Tensor | None, 
     cache: Any = layer.cache
     if isinstance(cache, Paged):
         pages = cache.pool.stores[layer.index]
-        return pages["k"], pages["v"], ctx.once("place", lambda: cache.table.int()), cache.page
+        return pages["k"], pages["v"], ctx.once("place", lambda: cache.table), cache.page
     slots = cache.slots[layer.index]
     return slots["k"], slots["v"], None, 0
+
+
+def _lain(cache: Any) -> tuple[Any, tuple]:
+    """The memory that tokens lie in, and what tells how many of how many rows fit."""
+    if isinstance(cache, Paged):
+        return cache.pool.stores, tuple(cache.table.shape)
+    return cache.slots, (cache.batch, cache.capacity)
 
 
 def _last(cache: Any, rows: int) -> Tensor:
     """The last token of the source of each row."""
     return (cache.lengths - 1).repeat_interleave(rows // len(cache.lengths))
-
-
-def _home(pos: Tensor, place: Tensor | None, page: int) -> tuple[Tensor, Tensor | None]:
-    """The slot of a new token, and in pages the page that has it; -1 where there is none."""
-    if not page or place is None:
-        return pos, None
-    home = place.gather(1, pos.clamp(min=0)[:, None] // page)[:, 0].long()
-    return torch.where(pos < 0, -1, pos % page), home
 
 
 def _show(ctx: Context, layer: Layer, q: Tensor, mask: Visible | Tensor, terms: Terms) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.block import Stack
-from regard.cache import LAYOUTS, Cache, CacheSpec, Contiguous
+from regard.cache import LAYOUTS, Cache, CacheSpec, Contiguous, OutOfPages, Paged, alike
 from regard.errors import UsageError, nearest
 from regard.mask import Span
 from regard.moe import MixtureOfExperts
@@ -88,6 +88,10 @@ class Model(nn.Module):
             name = type(self.config).__name__
             raise UsageError(f"{name} does not decode step by step: it has no cache")
         return getattr(self, self.writer).cache_specs()
+
+    def source_specs(self) -> list[CacheSpec]:
+        """What is kept of each token of a source."""
+        return []
 
     def windows(self) -> list[int | None]:
         part = getattr(self, self.writer)
@@ -264,9 +268,19 @@ def new_source(ids: Tensor, source: Tensor | None, cache: Cache | None) -> Tenso
 
 
 def cross_cache(cache: Cache, specs: list[CacheSpec], memory: Tensor, pos: Span) -> Cache:
-    """A new memory's part of the cache, ready to be written once."""
+    """A new memory's part of the cache, ready to be written once: in pages of the same pool, if it fits them."""
     b, s = memory.shape[:2]
-    cross = Contiguous(specs, b, capacity=s, device=memory.device, dtype=memory.dtype)
-    cross.begin(s, None if pos.start == 0 else (pos.index >= 0).sum(-1))
+    where: Any = {"device": cache.device, "dtype": cache.dtype or memory.dtype}
+    cross: Cache
+    if isinstance(cache, Paged) and alike(specs, cache.specs):
+        cross = Paged(specs, b, pool=cache.pool, **where)
+    else:
+        cross = Contiguous(specs, b, capacity=s, **where)
+    try:
+        cross.begin(s, None if pos.start == 0 else (pos.index >= 0).sum(-1))
+    except OutOfPages:
+        # Without a source the text is not read either.
+        cache.free()
+        raise
     cache.cross = cross
     return cross

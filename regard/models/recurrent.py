@@ -413,8 +413,7 @@ class Seq2Seq(Model):
             memory_pos, state = cross.span, rnn.load(cache)
         pos = positions(ids, lengths, None, cache)
         if cache is not None and memory is not None:
-            spec = CacheSpec(token=_kept(self.decoder))
-            cross = cross_cache(cache, [spec], memory, memory_pos)
+            cross = cross_cache(cache, self.source_specs(), memory, memory_pos)
             memory_pos = cross.span
         store = None if cross is None else cross.layer(0)
         site = f"decoder.{0 if c.attention == 'additive' else c.layers - 1}.cross"
@@ -429,6 +428,9 @@ class Seq2Seq(Model):
 
     def cache_specs(self) -> list[CacheSpec]:
         return self.decoder.rnn.cache_specs()
+
+    def source_specs(self) -> list[CacheSpec]:
+        return [CacheSpec(token=_kept(self.decoder))]
 
 
 def _check(config: RecurrentConfig | Seq2SeqConfig, memory_dim: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from regard.attention import Context, check_backend
 from regard.block import Stack, Tower
-from regard.cache import Cache
+from regard.cache import Cache, CacheSpec
 from regard.config import Count, settings
 from regard.errors import UsageError
 from regard.layers import LM, MLM, Answer, Classify, Tag, activation, make_head
@@ -189,7 +189,7 @@ class EncoderDecoder(Model):
             memory, memory_pos = self.encode(source, source_lengths, probe=probe, backend=backend)
         x, pos = embed(self.target, ids, lengths, c.max_len, cache=cache)
         if cache is not None and memory is not None and memory_pos is not None:
-            cross = base.cross_cache(cache, self.decoder.cache_specs("cross"), memory, memory_pos)
+            cross = base.cross_cache(cache, self.source_specs(), memory, memory_pos)
             memory_pos = cross.span
         ctx = Context(pos, mask or c.decoder.mask, probe=probe, backend=backend, site="decoder.")
         cross_ctx = replace(ctx, mask=Full(), memory=memory, memory_pos=memory_pos, memo={})
@@ -197,6 +197,9 @@ class EncoderDecoder(Model):
         if cross is not None:
             cross.freeze()
         return h
+
+    def source_specs(self) -> list[CacheSpec]:
+        return self.decoder.cache_specs("cross")
 
     @property
     def shares_source(self) -> bool:

@@ -321,6 +321,7 @@ def held(engine: Engine) -> None:
     tables += [m.pages for m in {id(s.memory): s.memory for s in slots if s.memory}.values()]
     plain = [lane for lane in engine.lanes.values() if lane not in engine._graphs()]
     caches = [cache for lane in plain for cache in lane.caches()]
+    caches += [cache.cross for cache in caches if cache.cross is not None]
     tables += [table for cache in caches for table in getattr(cache, "tables", [])]
     assert sum(engine.pool.users) == sum(map(len, tables)), "pages are held that no row has"
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from regard.cache import OutOfPages
 from regard.decode.engine import Engine
-from regard.decode.settings import Event, Settings
+from regard.decode.settings import Event, Request, Settings
 from regard.errors import UsageError
 from tests.decode.tiny import (
     MODELS,
@@ -81,7 +82,7 @@ def test_texts_of_the_table_vary_and_end_both_ways() -> None:
         assert len({len(text) for text in ids}) > 2
 
 
-@pytest.mark.parametrize("name", ["mla", "pair", "lstm_attention"])
+@pytest.mark.parametrize("name", ["mla", "pair", "twin", "lstm_attention"])
 def test_text_is_the_same_for_late_arrivals(name: str) -> None:
     engine = Engine(model(name), page=4, pages=200, chunk=6)
     numbers, found = {}, {}
@@ -147,7 +148,7 @@ def test_text_is_the_same_when_preempted_at_any_step(
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-@pytest.mark.parametrize("name", ["gqa_rope", "dsa_mla", "pair", "lstm_attention"])
+@pytest.mark.parametrize("name", ["gqa_rope", "dsa_mla", "pair", "twin", "lstm_attention"])
 def test_pool_too_small_for_all_preempts_and_says_the_same(
     name: str, prefix: bool, put_back: list[int]
 ) -> None:
@@ -169,8 +170,60 @@ def test_pool_too_small_for_all_preempts_and_says_the_same(
     full(engine.pool)
 
 
-def test_pool_that_just_fits_a_request_runs_it_to_its_end() -> None:
-    """`check_pages` is exact: with one page fewer the request is refused, with as many it runs alone."""
+def test_source_that_finds_no_page_leaves_none_behind() -> None:
+    """The text's own pages go back too; in an engine the request waits until another is through."""
+    pair, settings = model("twin"), Settings(max_new_tokens=2)
+    cache, ids = pair.cache(1, "paged", pages=3, page=4), torch.tensor([[0, 1]])
+    with pytest.raises(OutOfPages):
+        pair(ids, source=torch.arange(9)[None], cache=cache)
+    assert cache.cross is None and cache.even == 0
+    full(cache.pool)
+    want = pair(ids, source=torch.arange(8)[None])
+    torch.testing.assert_close(pair(ids, source=torch.arange(8)[None], cache=cache), want)
+    assert cache.pool.available == 0
+    cache.free()
+    full(cache.pool)
+    asked = [(p, settings) for p in prompts((8, 7, 5, 6))]
+    for chunk in (1, 512):
+        assert answers("twin", asked, page=4, pages=4, chunk=chunk) == answers("twin", asked)
+
+
+def test_request_is_stopped_while_its_source_is_read() -> None:
+    engine = Engine(model("twin"), page=4, pages=60, chunk=1)
+    numbers = [
+        engine.submit(Request([1, 2, 3, 4], s, source=torch.arange(5))) for s in (SAMPLES, BEAMS)
+    ]
+    engine.step()
+    assert engine.pool is not None and sum(engine.pool.users) >= 3
+    for number in numbers:
+        engine.cancel(number)
+    full(engine.pool)
+
+
+def test_samples_that_were_put_back_read_their_source_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair, read = model("twin"), []
+    encode = type(pair).encode
+    monkeypatch.setattr(
+        type(pair), "encode", lambda self, x, *a, **k: read.append(len(x)) or encode(self, x, *a, **k)
+    )  # fmt: skip
+    settings = Settings(max_new_tokens=9, temperature=1.0, samples=4)
+    engine = Engine(pair, page=4, pages=60)
+    engine.submit(request("twin", [1, 2, 3, 4, 5], settings))
+    for _ in range(3):
+        engine.step()
+    with torch.inference_mode():
+        engine._put_back(next(engine._active()))
+    found = run(engine)[0]
+    assert read == [1, 1]
+    assert [[r.ids for r in found]] == answers("twin", [([1, 2, 3, 4, 5], settings)])
+
+
+@pytest.mark.parametrize("name", ["gqa_rope", "twin"])
+def test_pool_that_just_fits_a_request_runs_it_to_its_end(name: str) -> None:
+    """`check_pages` is exact: with one page fewer the request is refused, with as many it runs alone, again after it
+    was put back. Of a pair the prompt is a source, which all rows share."""
     for settings in (
         Settings(max_new_tokens=9),
         Settings(max_new_tokens=9, temperature=2.0, samples=5),
@@ -179,15 +232,30 @@ def test_pool_that_just_fits_a_request_runs_it_to_its_end() -> None:
     ):
         for size in (1, 3, 4, 6):
             (prompt,) = prompts((size,))
-            full_pages, pages = size // 4, -(-(size + 8) // 4)
-            need = full_pages + settings.rows * (pages - full_pages)
-            engine = Engine(model("gqa_rope"), page=4, pages=need)
-            engine.submit(request("gqa_rope", prompt, settings))
-            engine.submit(request("gqa_rope", prompt, settings))
-            assert len(run(engine)) == 2
+            source = -(-size // 4) if name == "twin" else 0
+            text = 1 if source else size
+            full_pages, pages = text // 4, -(-(text + 8) // 4)
+            need = source + full_pages + settings.rows * (pages - full_pages)
+            engine = Engine(model(name), page=4, pages=need, prefix=size % 2 > 0)
+            engine.submit(request(name, prompt, settings))
+            for _ in range(4):
+                engine.step()
+            with torch.inference_mode():
+                engine._put_back(next(engine._active()))
             full(engine.pool)
-            small = Engine(model("gqa_rope"), page=4, pages=need - 1)
+            # Another takes the pages that it left.
+            other, few = (
+                prompts((size,), seed=9)[0],
+                Settings(max_new_tokens=9, beams=settings.rows),
+            )
+            engine.submit(request(name, other, few, priority=1))
+            found = run(engine)
+            want = Engine(model(name), layout="contiguous")
+            want.submit(request(name, prompt, settings))
+            assert [r.ids for r in found[0]] == [r.ids for r in run(want)[0]] and len(found) == 2
+            full(engine.pool)
+            small = Engine(model(name), page=4, pages=need - 1)
             with pytest.raises(
                 UsageError, match=f"need {need} pages of 4, the pool has {need - 1}"
             ):
-                small.submit(request("gqa_rope", prompt, settings))
+                small.submit(request(name, prompt, settings))

@@ -65,6 +65,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "three rows, odd chunks and pages, shared prefixes": {"rows": 3, "chunk": 7, "page": 3},
     "no shared prefixes, preempted": {"prefix": False, "chunk": 32, "page": 2, "pages": 30},
 }
+# Whose sources lie in pages too: with as many as the largest needs, texts that were let in miss one.
+SOURCES = ["t5", "t5_gated", "bart", "marian"]
 KINDS = [
     {"temperature": 0.9, "top_p": 0.95, "seed": 3},
     {},
@@ -136,6 +138,8 @@ def check(name: str, dtype: torch.dtype, ways: dict[str, dict[str, Any]], beams:
     alone = {i: ask(name, model, [i], beams, layout="contiguous")[0][i] for i in each}
     assert len(set(map(str, alone.values()))) == len(each)  # else equality would say little
     for way, options in ways.items():
+        if name in SOURCES and "prefix" in options:
+            options = options | {"pages": 26}
         order = random.Random(way).sample(each, len(each))
         together, engine = ask(name, model, order, beams, **options)
         assert together == alone, way

@@ -35,13 +35,13 @@ def decoder(attention: GQA, ffn: MLP, norm: Norm, position: object, **more: obje
     return TransformerConfig(Tokens(VOCAB, position), tower, LM(), max_len=64).make()  # type: ignore[arg-type]
 
 
-def pair(order: str, ffn: MLP, norm: Norm, relative: T5Bias | None) -> Model:
+def pair(order: str, ffn: MLP, norm: Norm, relative: T5Bias | None, kv_heads: int = 4) -> Model:
     tokens = Tokens(VOCAB, None if relative else Sinusoidal(64))
     both = dict(norm=norm, order=order, final_norm=order == "pre")
     other = None if relative is None else T5Bias(4, causal=False)
     encoder = Tower(DIM, 1, GQA(4, bias=True), ffn, causal=False, relative=other, **both)  # type: ignore[arg-type]
     own = GQA(4, bias=True, out_bias=True)
-    writer = Tower(DIM, 2, own, ffn, cross=GQA(4, 2), relative=relative, **both)  # type: ignore[arg-type]
+    writer = Tower(DIM, 2, own, ffn, cross=GQA(4, kv_heads), relative=relative, **both)  # type: ignore[arg-type]
     return EncoderDecoderConfig(tokens, encoder, tokens, writer).make()
 
 
@@ -57,6 +57,8 @@ DECODERS = {
 PAIRS = {
     "marian": lambda: pair("post", MLP(96, "silu"), Norm(), None),
     "bart": lambda: pair("post", MLP(96, "gelu"), Norm(), None),
+    # Whose sources do not fit the pages of texts.
+    "narrow": lambda: pair("post", MLP(96, "gelu"), Norm(), None, 2),
     "t5": lambda: pair("pre", MLP(96, "relu", bias=False), RMS, T5Bias(4, causal=True)),
 }
 
@@ -157,7 +159,8 @@ def test_lean_blocks_read_pages_where_they_lie(
     steps, read = [], Paged._read
     monkeypatch.setattr(Paged, "_read", lambda *args: steps.append(args) or read(*args))
     assert torch.equal(story(lean, name, layout="paged", pages=40, page=4), want)
-    assert len(steps) == 2  # of the prompt, by each layer
+    # Of the prompt, by each layer, and of the source where it lies in pages.
+    assert len(steps) == (4 if name in PAIRS and name != "narrow" else 2)
 
 
 def steps_of(model: Model, name: str, layout: dict[str, Any]) -> Tensor:
@@ -192,6 +195,30 @@ def test_steps_that_are_played_are_those_that_are_made(
     monkeypatch.setattr(NativeStack, "key", lambda *_: None)
     count = len(played)
     assert torch.equal(steps_of(lean, name, layout), got) and len(played) == count
+
+
+@torch.inference_mode()
+def test_steps_over_other_sources_in_pages_are_played_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A recorded step is told where another source lies, how long it is, and to whom it belongs."""
+    lean, recorded, make = prepare(made("marian"), "fp32"), [], Step.__init__
+    monkeypatch.setattr(Step, "__init__", lambda *args: recorded.append(args) or make(*args))
+    pool, out = lean.cache(1, layout="paged", pages=90, page=4).pool, []
+    for key in (NativeStack.key, lambda *_: None):
+        monkeypatch.setattr(NativeStack, "key", key)
+        for seed, n in enumerate((7, 3, 12)):
+            g = torch.Generator().manual_seed(seed)
+            source, ids = (torch.randint(VOCAB, (2, k), generator=g) for k in (n, 5))
+            where = {"dtype": torch.float32, "pool": pool}
+            cache: Cache = Paged(lean.cache_specs(), 2, **where)
+            more = {"source": source, "source_lengths": [n, n - 2]}
+            out.append(lean.next_logits(ids, cache=cache, **more).repeat_interleave(3, 0))
+            cache = cache.spread(3, shared=True)
+            out += [lean.next_logits(ids[:, :1].repeat(3, 1), cache=cache) for _ in range(6)]
+            cache.release()
+    assert torch.equal(torch.stack(out[: len(out) // 2]), torch.stack(out[len(out) // 2 :]))
+    assert len(recorded) == 1 and not any(pool.users)
 
 
 def test_steps_of_several_threads_keep_apart() -> None:

@@ -124,7 +124,7 @@ def test_n_best_of_so_few_texts_is_what_there_is() -> None:
 # --- encoders -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["pair", "captioner"])
+@pytest.mark.parametrize("name", ["pair", "twin", "captioner"])
 def test_beams_share_one_row_of_the_source(name: str) -> None:
     engine = Engine(model(name), page=4, pages=100)
     for i, prompt in enumerate(prompts((5, 3, 6))):
@@ -134,17 +134,21 @@ def test_beams_share_one_row_of_the_source(name: str) -> None:
         (lane,) = engine.lanes.values()
         assert lane.cache.batch == 12
         assert lane.cache.cross.batch == 3
+        # Its pages are counted once.
+        held = [page for table in getattr(lane.cache.cross, "tables", []) for page in table]
+        assert [engine.pool.users[page] for page in held] == [1] * (5 if name == "twin" else 0)
 
 
-def test_rows_that_share_a_source_join_rows_that_do_not() -> None:
+@pytest.mark.parametrize("name", ["pair", "twin"])
+def test_rows_that_share_a_source_join_rows_that_do_not(name: str) -> None:
     asked = [(p, s) for p, s in zip(prompts((5, 3, 6)), (SAMPLES, GREEDY, SAMPLES), strict=True)]
-    engine = Engine(model("pair"), page=4, pages=100, chunk=4)
+    engine = Engine(model(name), page=4, pages=100, chunk=4)
     for i, (prompt, settings) in enumerate(asked):
-        engine.submit(request("pair", prompt, settings, key=i))
+        engine.submit(request(name, prompt, settings, key=i))
     found = run(engine)
     for i, (prompt, settings) in enumerate(asked):
-        one = Engine(model("pair"))
-        one.submit(request("pair", prompt, settings, key=i))
+        one = Engine(model(name))
+        one.submit(request(name, prompt, settings, key=i))
         assert [r.ids for r in found[i]] == [r.ids for r in run(one)[0]]
 
 

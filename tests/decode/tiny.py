@@ -23,7 +23,7 @@ from tests.laws.mechanisms import DIM, VOCAB, decoder, stir
 
 DECODERS = ["gqa_rope", "window", "mla", "dsa_mla", "mixed", "delta", "delta_gqa"]
 RECURRENT = ["gru", "lstm_attention"]
-PAIRS = ["pair", "captioner", "seq2seq", "seq2seq_plain"]
+PAIRS = ["pair", "twin", "captioner", "seq2seq", "seq2seq_plain"]
 MODELS = [*DECODERS, *RECURRENT, *PAIRS]
 
 
@@ -35,10 +35,13 @@ def model(name: str) -> Any:
     tokens, ffn = Tokens(VOCAB, Sinusoidal(64)), MLP(20)
     encoder = Tower(DIM, 1, GQA(3), ffn, causal=False)
     writer = Tower(DIM, 2, GQA(3), ffn, cross=GQA(4, 2))
+    # Whose sources lie where its texts do.
+    alike = Tower(DIM, 2, GQA(3), ffn, cross=GQA(3))
     config: Any = {
         "gru": RecurrentConfig(VOCAB, DIM, layers=2),
         "lstm_attention": RecurrentConfig(VOCAB, DIM, cell="lstm", attention="bilinear"),
         "pair": EncoderDecoderConfig(tokens, encoder, tokens, writer),
+        "twin": EncoderDecoderConfig(tokens, encoder, tokens, alike),
         "captioner": EncoderDecoderConfig(Patches(8, 4), encoder, tokens, writer, shared=False),
         "seq2seq": Seq2SeqConfig(VOCAB, VOCAB, DIM, attention="additive"),
         "seq2seq_plain": Seq2SeqConfig(VOCAB, VOCAB, DIM, cell="lstm", attention=None),

@@ -45,7 +45,7 @@ def test_attend_one_in_c_is_the_plain_form(data: st.DataObject) -> None:
         return data.draw(st.sampled_from(values))
 
     torch.manual_seed(data.draw(st.integers(0, 99)))
-    r, g, each = pick(1, 2, 5), pick(1, 2, 3), pick(1, 2, 3, 4, 5, 9)
+    r, g, each = pick(1, 2, 5, 6), pick(1, 2, 3), pick(1, 2, 3, 4, 5, 9)
     d, e, slots = pick(1, 5, 33, 64, 100, 128), pick(1, 5, 32, 80), pick(1, 3, 64, 65, 150)
     dtype, stored = pick(*DTYPES), r + pick(0, 2)
     order = data.draw(st.permutations([0, 1, 2]))  # the axes in memory, outermost first
@@ -59,10 +59,10 @@ def test_attend_one_in_c_is_the_plain_form(data: st.DataObject) -> None:
         1, (g * each, d)
     )  # a piece of a joined row
     options: dict[str, Any] = {"scale": d**-0.5, "window": pick(None, 1, 7, 70)}
-    if pick(True, False):
-        options["place"] = torch.randint(stored, (r, slots + 2), dtype=torch.int32)[:, :slots]
-    else:
-        options["share"] = pick(1, 2)
+    share = options["share"] = pick(1, 2)
+    if pick(True, False) and r % share == 0:
+        table = torch.randint(stored, (r // share, slots + 2), dtype=torch.int32)
+        options["place"] = table[:, :slots]
     if pick(True, False):
         options["bias"] = torch.randn(pick(1, r), g * each, slots + 1)
     given = (q, strided(d), strided(e), torch.randint(-1, slots, (r,)))
@@ -71,17 +71,18 @@ def test_attend_one_in_c_is_the_plain_form(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("page", [1, 3, 16])
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("window, share", [(None, 1), (9, 1), (None, 3)])
 def test_attend_one_over_pages_is_attention_over_rows(
-    form: str, dtype: torch.dtype, page: int, window: int | None
+    form: str, dtype: torch.dtype, page: int, window: int | None, share: int
 ) -> None:
     """To the bit: pages change where a key lies, not when it is added."""
     rows, pages = 5, 30
     table = torch.randperm(rows * pages, dtype=torch.int32).view(rows, pages)
     k, v = cache(rows * pages, page, 2, 33, dtype), cache(rows * pages, page, 2, 40, dtype)
-    q, pos = torch.randn(rows, 6, 33), torch.tensor([-1, 0, page, 7 * page - 1, pages * page - 1])
-    options: dict[str, Any] = {"scale": 0.2, "window": window}
-    options["bias"] = torch.randn(rows, 6, pages * page)
+    pos = torch.tensor([-1, 0, page, 7 * page - 1, pages * page - 1]).repeat_interleave(share)
+    q = torch.randn(rows * share, 6, 33)
+    options: dict[str, Any] = {"scale": 0.2, "window": window, "share": share}
+    options["bias"] = torch.randn(rows * share, 6, pages * page)
     whole = [x[table.long()].flatten(1, 2) for x in (k, v)]
     mine = attend_one(q, k, v, pos, place=table, page=page, **options)
     assert torch.equal(mine, attend_one(q, *whole, pos, **options))

@@ -80,18 +80,23 @@ def test_enter_turns_as_rope_does_and_fills_the_cache(
         assert (store == 0).all()  # and nothing else was written
 
 
-def test_enter_writes_to_the_rows_it_is_given(form: str) -> None:
+def test_enter_writes_to_the_pages_it_is_given(form: str) -> None:
     pos, home = torch.tensor([2, -1, 0, 2]), torch.tensor([6, 0, 1, 3])
     x, arguments = entry(4, 2, 1, 8, 5, Rope(), pos)
     stores = torch.zeros(7, 3, 1, 8), torch.zeros(7, 3, 1, 5)
     alone = torch.zeros(4, 3, 1, 8), torch.zeros(4, 3, 1, 5)
     enter(x.clone(), *arguments, *alone, pos)
-    enter(x, *arguments, *stores, pos, home)
+    # The second page of each row, of three slots; nothing reads the first.
+    place = torch.stack([torch.full_like(home, -1), home], 1).int()
+    later = torch.where(pos < 0, -1, pos + 3)
+    enter(x, *arguments, *stores, later, place, 3)
     for mine, want in zip(stores, alone, strict=True):
         assert torch.equal(mine[home[[0, 2, 3]]], want[[0, 2, 3]]) and not mine[[0, 2, 4, 5]].any()
     if form == "native":
         with pytest.raises(IndexError, match="outside of the cache"):
-            enter(x, *arguments, *stores, pos, home + 1)
+            enter(x, *arguments, *stores, later, place + 1, 3)
+        with pytest.raises(IndexError, match="outside of the cache"):
+            enter(x, *arguments, *stores, later + 3, place, 3)
 
 
 def test_enter_takes_one_angle_for_all_rows(form: str) -> None:

@@ -163,14 +163,18 @@ INLINE void block(const struct attend *a, const struct slots *x, const struct su
 
 /* Finds the slots from x->first on to the last one. */
 INLINE void find(const struct attend *a, struct slots *x, int64_t last, const int half) {
-    int64_t size = half ? 2 : 4, own = a->place ? 0 : x->row / a->share;
-    const int32_t *place = a->place ? a->place + x->row * a->place_row : 0;
+    int64_t size = half ? 2 : 4, own = x->row / a->share;
+    const int32_t *place = a->place ? a->place + own * a->place_row : 0;
     x->n = last + 1 - x->first < BLOCK ? last + 1 - x->first : BLOCK;
+    int64_t slot = a->page ? x->first % a->page : x->first, at = a->page ? x->first / a->page : slot;
     for (int64_t i = 0; i < (x->n + 3) / 4 * 4; i++) {
-        int64_t p = x->first + (i < x->n ? i : x->n - 1); /* up to a multiple of four the last one again */
-        int64_t from = place ? place[a->page ? p / a->page : p] : own, slot = a->page ? p % a->page : p;
+        int64_t from = place ? place[at] : own;
         x->key[i] = (from * a->k_row + slot * a->k_slot) * size;
         x->value[i] = (from * a->v_row + slot * a->v_slot) * size;
+        if (i + 1 >= x->n) continue; /* up to a multiple of four the last one again */
+        slot++;
+        if (!a->page) at = slot;
+        if (slot == a->page) slot = 0, at++;
     }
 }
 
@@ -244,7 +248,7 @@ static int64_t work(const struct attend *a, int64_t row) {
     if (last >= a->slots) return -1;
     int32_t low = 0, high = 0;
     if (a->place) {
-        const int32_t *place = a->place + row * a->place_row;
+        const int32_t *place = a->place + row / a->share * a->place_row;
         int64_t each = a->page ? a->page : 1;
         for (int64_t p = first / each; p <= (last < 0 ? -1 : last / each); p++) {
             low = place[p] < low ? place[p] : low;

@@ -66,8 +66,15 @@ struct enter {
     int64_t k_row, k_slot, k_head;
     void *v;
     int64_t v_row, v_slot, v_head;
-    const int64_t *pos, *home; /* the slot of each row, and the row that holds it if not its own */
+    const int64_t *pos;
+    const int32_t *place; /* in pages of `page` slots: the rows that hold them */
+    int64_t place_row, page;
 };
+
+/* The row that holds the new token of a row. */
+INLINE int64_t home(const struct enter *a, int64_t row) {
+    return a->place && a->pos[row] >= 0 ? a->place[row * a->place_row + a->pos[row] / a->page] : row;
+}
 
 /* Turns the first 2n features of x by n angles: (a, b) -> (a cos - b sin, b cos + a sin). */
 INLINE void turn(float *restrict x, const float *restrict cos, const float *restrict sin, int64_t n, int64_t second,
@@ -98,10 +105,10 @@ static void enter_row(const struct enter *a, int64_t row) {
             turn(q + j * a->d, cos, sin, a->pairs, a->pairs, 1);
         }
     }
-    int64_t slot = a->pos[row], home = a->home ? a->home[row] : row;
-    for (int64_t j = 0; slot >= 0 && j < a->groups; j++) {
-        file(a->k, home * a->k_row + slot * a->k_slot + j * a->k_head, k + j * a->d, a->d, a->half);
-        file(a->v, home * a->v_row + slot * a->v_slot + j * a->v_head, v + j * a->e, a->e, a->half);
+    int64_t pos = a->pos[row], slot = a->place ? pos % a->page : pos, to = home(a, row);
+    for (int64_t j = 0; pos >= 0 && j < a->groups; j++) {
+        file(a->k, to * a->k_row + slot * a->k_slot + j * a->k_head, k + j * a->d, a->d, a->half);
+        file(a->v, to * a->v_row + slot * a->v_slot + j * a->v_head, v + j * a->e, a->e, a->half);
     }
 }
 
@@ -109,8 +116,9 @@ static void enter_row(const struct enter *a, int64_t row) {
 int enter(const struct enter *a) {
     int64_t width = (a->heads + a->groups) * a->d + a->groups * a->e;
     for (int64_t row = 0; row < a->rows; row++) {
-        int64_t home = a->home ? a->home[row] : row;
-        if (a->pos[row] >= a->slots || home < 0 || home >= a->stored) return 1;
+        if (a->pos[row] >= a->slots) return 1;
+        int64_t to = a->pos[row] < 0 ? 0 : home(a, row);
+        if (to < 0 || to >= a->stored) return 1;
     }
 #pragma omp parallel for if (a->rows * width > WORTH)
     for (int64_t row = 0; row < a->rows; row++) enter_row(a, row);

@@ -23,7 +23,7 @@ from regard.kernels.c.native import library
 from regard.kernels.c.tape import RECORDING, kept
 
 HALF = {torch.float32: 0, torch.bfloat16: 1}  # what a cache may hold
-ATTEND, ENTER, NORM, CHOOSE = Struct("29qd"), Struct("25q"), Struct("7qd"), Struct("10q")
+ATTEND, ENTER, NORM, CHOOSE = Struct("29qd"), Struct("27q"), Struct("7qd"), Struct("10q")
 # The settings that `draw` reads, as C has them.
 DRAWN_BY = {
     "mask": torch.int32,
@@ -70,9 +70,9 @@ def attend_one(
     """o_ij = sum over p of softmax_p(scale q_ij . k_p + bias_ijp) v_p, for one new token a row.
 
     q (r h d), k (R S g d), v (R S g e), pos (r) int64, bias (1 or r, h, > pos) -> (r h e) float32. Row i sees the slots
-    p with pos - window < p <= pos (none at -1: zeros). They lie in the rows place[i, p] of k and v, place (r S) int32,
-    or without it in row i // share; in pages of `page` slots, at p % page of the row place[i, p // page]. Query head j
-    reads head j // (h / g); a group's query heads read a key together.
+    p with pos - window < p <= pos (none at -1: zeros). They lie in row i // share of k and v, or, with n = i // share,
+    in the rows place[n, p], place (r / share, S) int32; in pages of `page` slots, at p % page of the row
+    place[n, p // page]. Query head j reads head j // (h / g); a group's query heads read a key together.
     """
     call, half = call_of("attend_one"), HALF.get(k.dtype)
     by_q, by_k, by_v = q.stride(), k.stride(), v.stride()
@@ -83,7 +83,7 @@ def attend_one(
         or not (q.is_cpu and q.dtype is torch.float32 and v.dtype is k.dtype)
         or not (by_q[2] == by_k[3] == by_v[3] == 1)
         or not (_readable(pos, torch.int64) and pos.shape[0] == r)
-        or not (place is None or (_readable(place, torch.int32) and place.shape[0] == r))
+        or not (place is None or (_readable(place, torch.int32) and len(place) * share == r))
         or not (bias is None or (_readable(bias) and bias.shape[0] in (1, r)))
         or learns(q, k, v)
     ):
@@ -121,7 +121,7 @@ def plain_attend_one(
         seen = seen & (slot > pos[:, None] - window)
     own = torch.arange(r, device=q.device)[:, None] // share
     where = slot // page if page else slot
-    row = torch.where(seen, own if place is None else place[:, where].long(), 0)
+    row = torch.where(seen, own if place is None else place[own, where].long(), 0)
     group = torch.arange(h, device=q.device) // (h // k.shape[2])
     within = slot % page if page else slot
     k, v = (x[row, within][:, :, group].float() for x in (k, v))  # r s h d
@@ -135,11 +135,11 @@ def plain_attend_one(
 
 def enter(
     qkv: Tensor, heads: int, groups: int, width: int, value_width: int, cos: Tensor | None, sin: Tensor | None,
-    layout: str, k_store: Tensor, v_store: Tensor, pos: Tensor, home: Tensor | None = None
+    layout: str, k_store: Tensor, v_store: Tensor, pos: Tensor, place: Tensor | None = None, page: int = 0
 ) -> None:  # fmt: skip
     """Turns q and k of qkv (r, (h + g) d + g e) where they are, as `position.rotate` does by `Rope.angles` cos and sin
     (r or 1, 1, 1, n), and writes k to k_store[i, pos_i] (R S g d), v to v_store (R S g e); nothing where pos_i is -1.
-    `home` (r) names the rows of the stores if they are not those of qkv.
+    In pages of `page` slots it is the row place[i, pos_i // page] of the stores, slot pos_i % page; place (r n) int32.
 
     n = cos.shape[-1] pairs of each head turn, none without cos; `layout` is "half" or "interleaved"."""
     call, r = call_of("enter"), qkv.shape[0]
@@ -148,22 +148,25 @@ def enter(
         call is None
         or half is None
         or not (_readable(qkv) and _readable(pos, torch.int64) and pos.shape[0] == r)
-        or not (home is None or (_readable(home, torch.int64) and home.shape[0] == r))
+        or not (place is None or (_readable(place, torch.int32) and len(place) == r))
         or not (_readable(k_store, k_store.dtype) and _readable(v_store, k_store.dtype))
         or not (cos is None or (_readable(cos) and cos.is_contiguous()))
         or not (sin is None or (_readable(sin) and sin.is_contiguous()))
     ):
-        return plain_enter(
-            qkv, heads, groups, width, value_width, cos, sin, layout, k_store, v_store, pos, home
-        )
+        where: tuple = (k_store, v_store, pos, place, page)
+        return plain_enter(qkv, heads, groups, width, value_width, cos, sin, layout, *where)
     angles = (0, 0, 0, 0)
     if cos is not None and sin is not None:
         n = cos.shape[-1]
         angles = (n, cos.data_ptr(), sin.data_ptr(), n if cos.numel() > n else 0)
     sizes = (r, heads, groups, width, value_width, layout == "interleaved", half)
-    given = (*k_store.shape[:2], *angles, qkv.data_ptr(), qkv.stride(0))
+    stored, slots = k_store.shape[:2]
+    places = (pos.data_ptr(), 0, 0, 0)
+    if place is not None:
+        slots = place.shape[1] * page
+        places = (pos.data_ptr(), place.data_ptr(), place.stride(0), page)
+    given = (stored, slots, *angles, qkv.data_ptr(), qkv.stride(0))
     stores = [n for x in (k_store, v_store) for n in (x.data_ptr(), *x.stride()[:3])]
-    places = (pos.data_ptr(), 0 if home is None else home.data_ptr())
     if call(ENTER.pack(*sizes, *given, *stores, *places)):
         raise IndexError("enter: a position lies outside of the cache")
     return None
@@ -171,7 +174,7 @@ def enter(
 
 def plain_enter(
     qkv: Tensor, heads: int, groups: int, width: int, value_width: int, cos: Tensor | None, sin: Tensor | None,
-    layout: str, k_store: Tensor, v_store: Tensor, pos: Tensor, home: Tensor | None = None
+    layout: str, k_store: Tensor, v_store: Tensor, pos: Tensor, place: Tensor | None = None, page: int = 0
 ) -> None:  # fmt: skip
     """What `enter` does."""
     qk, v = qkv.split(((heads + groups) * width, groups * value_width), -1)
@@ -187,9 +190,11 @@ def plain_enter(
         a.copy_(c)
         b.copy_(d)
     row = (pos >= 0).nonzero()[:, 0]
-    at = row if home is None else home[row]
-    k_store[at, pos[row]] = qk[row, heads:].to(k_store.dtype)
-    v_store[at, pos[row]] = v[row].unflatten(-1, (groups, value_width)).to(v_store.dtype)
+    at, slot = row, pos[row]
+    if place is not None:
+        at, slot = place[row, slot // page].long(), slot % page
+    k_store[at, slot] = qk[row, heads:].to(k_store.dtype)
+    v_store[at, slot] = v[row].unflatten(-1, (groups, value_width)).to(v_store.dtype)
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str) -> Tensor:
