@@ -150,6 +150,7 @@ class Paged(Cache):
         # (b, pages), as the C code reads it.
         self._table = torch.zeros(batch, 0, dtype=torch.int32, device=self.device)
         self._edits: list[tuple[int, int, int]] = []  # row, place, page: not yet in _table
+        self._found: dict[int, dict[str, Tensor]] = {}  # what a frozen cache has gathered, by layer
 
     @property
     def users(self) -> list[int]:
@@ -236,6 +237,7 @@ class Paged(Cache):
 
     def _trim(self) -> None:
         """Give back the pages past each row's length."""
+        self._found = {}
         for row, length in enumerate(self.lengths.tolist()):
             table = self.tables[row]
             while len(table) > -(-length // self.page):
@@ -272,11 +274,14 @@ class Paged(Cache):
             store[page, at % self.page] = x[row, column].to(store.dtype)
 
     def _read(self, layer: int) -> dict[str, Tensor]:
-        size = self._all.size
+        if layer in self._found:
+            return self._found[layer]
+        size, stores = self._all.size, self.pool.stores[layer]
         table = self._table[:, : -(-size // self.page)]
-        return {
-            name: x[table].flatten(1, 2)[:, :size] for name, x in self.pool.stores[layer].items()
-        }
+        found = {name: x[table].flatten(1, 2)[:, :size] for name, x in stores.items()}
+        if self.frozen:
+            self._found[layer] = found
+        return found
 
     def fork(self, rows: Tensor) -> Cache:
         new = super().fork(rows)
@@ -303,11 +308,11 @@ class Paged(Cache):
     def _fork_from(self, old: Cache, rows: Tensor) -> None:
         assert isinstance(old, Paged)
         self.tables = [list(old.tables[r]) for r in rows.tolist()]
-        self._table, self._edits = old._table[rows], []
+        self._table, self._edits, self._found = old._table[rows], [], {}
 
     def _join_from(self, a: Cache, b: Cache) -> None:
         assert isinstance(a, Paged) and isinstance(b, Paged) and a.pool is b.pool
-        self.tables, self._edits = a.tables + b.tables, []
+        self.tables, self._edits, self._found = a.tables + b.tables, [], {}
         width, blank = max(a._table.shape[1], b._table.shape[1]), self.pool.blank
         self._table = torch.cat([_padded(x._table, width, blank) for x in (a, b)])
 

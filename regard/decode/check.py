@@ -132,13 +132,16 @@ def check_drafted(request: Request, draft: Any, model: Any) -> None:
         )
 
 
-def check_pages(request: Request, pool: Pool, model: Any, source: int = 0) -> None:
+def check_pages(request: Request, pool: Pool, model: Any, source: int, apart: bool) -> None:
     """Alone it must fit the pool: rows share the prompt's full pages and those of a `source`, the rest is each row's
-    own. The last token is said, not kept."""
+    own. The last token is said, not kept. `apart`: beams feed the prompt's last token, each to a page of its own."""
     s, page, have = request.settings, pool.page, len(pool.users)
     tokens = min(kept(request, model), len(request.ids) + s.max_new_tokens - 1)
     shared = min(len(request.ids), tokens) // page
     need = source + shared + s.rows * (-(-tokens // page) - shared)
+    if apart:
+        first = len(request.ids) - 1
+        need = source - (-first // page) - s.rows * ((first - tokens) // page)
     if need > have:
         rows = "" if s.rows == 1 else f" in {s.rows} rows"
         rows += f" and a source of {source} pages" if request.source is not None and source else ""

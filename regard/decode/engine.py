@@ -148,7 +148,9 @@ class Engine:
         if request.settings.draft:
             check_drafted(request, self.draft, self.model)
         if self.pool is not None:
-            check_pages(request, self.pool, self.model, self._source(request))
+            slots = self.slots is not None and self.slots.takes(request)
+            apart = slots and request.settings.beams > 1
+            check_pages(request, self.pool, self.model, self._source(request), apart)
         if request.number >= 0:  # given before: the same words, another request
             request = replace(request)
         request.number = self.count
@@ -359,13 +361,10 @@ class Engine:
         return len(self.resumed.get(request.number, ())) or request.settings.rows
 
     def _source(self, request: Request) -> int:
-        """Pages that a request takes besides those of its text: its source's."""
-        # What beams write in slots begins with a page of their own.
-        slots = self.slots is not None and self.slots.takes(request)
-        page = slots and request.settings.beams > 1
+        """Pages that a request's source takes."""
         if self.pool is None or not self.sources:
-            return page
-        return page + -(-source_size(self.model, request) // self.pool.page)
+            return 0
+        return -(-source_size(self.model, request) // self.pool.page)
 
     def _rows(self, request: Request) -> list[Row]:
         return [Row(request, i, window=self.longest) for i in range(request.settings.samples)]

@@ -511,7 +511,7 @@ class SlotLane(Lane):
         return Memory(request, size, homes) if size else None
 
     def _adopt(self, slot: Slot) -> None:
-        for key in slot.keys[: (slot.row.size - 1) // self.pool.page]:
+        for key in self._adoptable(slot):
             if key not in self.pool.published:
                 break
             slot.pages.append(self.pool.published[key])
@@ -610,28 +610,31 @@ class SlotLane(Lane):
             group = group[len(some) :]
 
     def _read(self, group: list[tuple[Slot, int]]) -> None:
-        parts, through = [], []
+        parts, through, shares = [], [], list[tuple[Slot, Slot, int]]()
         for slot, size in group:
-            end = slot.fed + size
-            writers = [slot, *slot.siblings] if end == len(slot.text) else []
-            writers = [s for s in writers if not s.gone]
+            end, others = slot.fed + size, [s for s in slot.siblings if not s.gone]
+            writers = [slot, *others] if end == len(slot.text) else []
             parts.append(self._part(slot, size, [(s.index, s.said) for s in writers]))
-            through += [(slot, s) for s in writers]
-        own = [s for slot, s in through if s is not slot and len(slot.text) % self.pool.page]
+            through += writers
+            if end in (len(slot.text), len(slot.text) - len(slot.row.ids)):
+                shares += [(slot, s, end) for s in others]
+        own = [s for _, s, size in shares if size % self.pool.page]
         if self.pool.available < len(own):
             raise OutOfPages(f"{len(own)} samples need a page each; free a row, or make more pages")
-        copies = [self._share(slot, s) for slot, s in through if s is not slot]
-        now = [(s.row.request.settings, s.said) for _, s in through]
+        copies = [self._share(*each) for each in shares]
+        now = [(s.row.request.settings, s.said) for s in through]
         used = frozenset().union(*(used_by(s, n, n) for s, n in now))
-        if any(s.row.request.mask is not None for _, s in through):
+        if any(s.row.request.mask is not None for s in through):
             used |= {MASK}
         self._prefill(parts, used, group)
         for source, target in filter(None, copies):
             self.pool.copy(source, target)
         for slot, size in group:
             slot.fed += size
-        for _, s in through:
-            s.fed, s.asked = len(s.text), 1
+        for slot, s, size in shares:
+            s.fed, slot.siblings = size, []
+        for s in through:
+            s.asked = 1
             self.edits += [(s.index, i, page) for i, page in enumerate(s.pages)]
 
     def _prefill(
@@ -654,16 +657,16 @@ class SlotLane(Lane):
         tokens, source = slot.text[slot.fed : slot.fed + size], slot.memory and slot.memory.size
         return Part(tokens, slot.fed, slot.pages, ends, slot.homes[0], source or 0)
 
-    def _share(self, slot: Slot, other: Slot) -> tuple[int, int] | None:
-        """A sample's pages: those of the prompt that are full, and one of its own for the rest, to be copied."""
-        full, rest = divmod(len(slot.text), self.pool.page)
+    def _share(self, slot: Slot, other: Slot, size: int) -> tuple[int, int] | None:
+        """A sample's pages: those of the first tokens that are full, and one of its own for the rest, to be copied."""
+        full, rest = divmod(size, self.pool.page)
         for page in slot.pages[:full]:
             self.pool.hold(page)
         other.pages = list(slot.pages[:full])
         if not rest:
             return None
         other.pages.append(self.pool.take())
-        return slot.pages[-1], other.pages[-1]
+        return slot.pages[full], other.pages[-1]
 
     def _launch(self) -> Flight | None:
         """The next round."""

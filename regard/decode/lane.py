@@ -213,9 +213,6 @@ class Lane:
     """Rows that advance together. A runner's lane defines `ask` and `step`, which leave what rows said in `events`,
     `_read` for prompts, and what a slot is made with and leaves behind."""
 
-    # Whether samples that go on after they were put back read their prompt once, and part where it ends.
-    parts = False
-
     def __init__(self, pool: Any, prefix: bool, chunk: int, scores: dict[int, Scores] | None):
         self.pool: Pool = pool
         self.prefix, self.chunk = prefix, chunk
@@ -245,13 +242,12 @@ class Lane:
         the pages that their texts have in common, if they are known."""
         first: Slot | None = None
         for row in rows:
-            slot = self._slot(row)
+            slot, row.keys = self._slot(row), []
             self.slots.append(slot)
             if first is not None and bool(row.ids) == bool(first.row.ids):
                 first.siblings.append(slot)
                 continue
-            first = first or (slot if self.parts or not row.ids else None)
-            row.keys = []
+            first = first or slot
             if self.prefix:
                 page, salt = self.pool.page, row.request.salt
                 slot.keys = page_keys(slot.text, page, salt, keys[: len(slot.text) // page])
@@ -259,7 +255,14 @@ class Lane:
                     self._adopt(slot)
 
     def _adopt(self, slot: Slot) -> None:
-        """Begin with pages that others left; the last token of a text is fed, for its logits."""
+        """Begin with pages that others left."""
+
+    def _adoptable(self, slot: Slot) -> list[bytes]:
+        """Keys of the pages that it may begin with. The last token of a text is fed, for its logits; and samples come by
+        the end of their prompt, where they part."""
+        row = slot.row
+        size = row.size if row.request.settings.samples == 1 else len(row.request.ids)
+        return slot.keys[: (size - 1) // self.pool.page]
 
     def drop(self, index: list[int]) -> None:
         """These rows are over."""
@@ -325,8 +328,10 @@ class Lane:
             self._read(group)
 
     def _size(self, slot: Slot, room: int) -> int:
-        """Tokens of a text that are read now."""
-        return min(room, len(slot.text) - slot.fed)
+        """Tokens of a text that are read now; of samples that go on after they were put back, to where they part."""
+        size = min(room, len(slot.text) - slot.fed)
+        parting = len(slot.text) - len(slot.row.ids) - slot.fed if slot.siblings else 0
+        return parting if 0 < parting < size else size
 
     def _reserve(self, slot: Slot, tokens: int) -> None:
         """Pages for so many tokens of a slot, where they must be there before."""

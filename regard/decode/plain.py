@@ -33,8 +33,6 @@ ROOM = 128  # tokens a row has room for at first; it doubles as texts grow
 class PlainLane(Lane):
     """Rows of any settings, samples and beams, in one step."""
 
-    parts = True
-
     def __init__(
         self, model: Any, specs: Sequence[CacheSpec], where: dict[str, Any], *, backend: str = "sdpa", chunk: int = 512,
         scores: dict[int, Scores] | None = None, pool: Pool | None = None, prefix: bool = False, draft: Any = None,
@@ -79,13 +77,10 @@ class PlainLane(Lane):
         return Contiguous(self.specs, len(slots), capacity=min(size, ROOM), **self.where)
 
     def _adopt(self, slot: Slot) -> None:
-        row = slot.row
-        # Samples part where their prompt ends, and must come by.
-        size = row.size if row.request.settings.samples == 1 else len(row.request.ids)
-        cache, keys = self._cache([slot]), slot.keys[: (size - 1) // self.pool.page]
+        cache, keys = self._cache([slot]), self._adoptable(slot)
         assert isinstance(cache, Paged)
         slot.fed = cache.adopt(0, keys)
-        row.keys = keys[: slot.fed // self.pool.page]
+        slot.row.keys = keys[: slot.fed // self.pool.page]
         if slot.fed:
             slot.cache = cache
         if any(spec.state for spec in self.specs):
@@ -97,9 +92,8 @@ class PlainLane(Lane):
         size = super()._size(slot, room)
         if len(slot.marks) > 1:
             parting = slot.marks[0] * self.pool.page - slot.fed
-        else:
-            parting = len(slot.text) - len(slot.row.ids) - slot.fed if slot.siblings else 0
-        return parting if 0 < parting < size else size
+            return parting if 0 < parting < size else size
+        return size
 
     def _read(self, group: list[tuple[Slot, int]]) -> None:
         begun = [each for each in group if each[0].cache is not None]
