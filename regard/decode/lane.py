@@ -258,8 +258,8 @@ class Lane:
         """Begin with pages that others left."""
 
     def _adoptable(self, slot: Slot) -> list[bytes]:
-        """Keys of the pages that it may begin with. The last token of a text is fed, for its logits; samples come by the
-        end of their prompt, where they part."""
+        """Keys of the pages that it may begin with. The last token of a text is fed, for its logits; and samples must
+        come by the end of their prompt, where they part."""
         row = slot.row
         size = row.size if row.request.settings.samples == 1 else len(row.request.ids)
         return slot.keys[: (size - 1) // self.pool.page]
