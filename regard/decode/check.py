@@ -138,10 +138,11 @@ def check_pages(request: Request, pool: Pool, model: Any, source: int, apart: bo
     s, page, have = request.settings, pool.page, len(pool.users)
     tokens = min(kept(request, model), len(request.ids) + s.max_new_tokens - 1)
     shared = min(len(request.ids), tokens) // page
-    need = source + shared + s.rows * (-(-tokens // page) - shared)
+    own = -(-tokens // page) - shared
     if apart:
         first = len(request.ids) - 1
-        need = source - (-first // page) - s.rows * ((first - tokens) // page)
+        shared, own = -(-first // page), -((first - tokens) // page)
+    need = source + shared + s.rows * own
     if need > have:
         rows = "" if s.rows == 1 else f" in {s.rows} rows"
         rows += f" and a source of {source} pages" if request.source is not None and source else ""

@@ -335,11 +335,7 @@ class Engine:
         what is left is for those that come."""
         slots = [slot for lane in self.lanes.values() for slot in lane.slots]
         running = sum(slot.times for slot in slots if self.careful or not slot.away)
-        owed = running + sum(lane.owed() for lane in self.lanes.values())
-        # Sources that no plain runner has read yet.
-        plain = (lane for lane in self.lanes.values() if isinstance(lane, PlainLane) and lane.pool)
-        new = (slot for lane in plain for slot in lane.unread() if slot.cache is None)
-        owed += sum(self._source(slot.row.request) for slot in new)
+        owed = running + sum(lane.owed(self._source) for lane in self.lanes.values())
         return self.cap - running, 0 if self.pool is None else self.pool.available - owed
 
     def _fits(self, request: Request, room: int, pages: int) -> bool:

@@ -322,8 +322,8 @@ class Runner:
         s = self.state
         s.log[0].copy_(s.ids)
         s.logp[0].copy_(self.first)
-        for table, first in zip(self.tops, self.first_tops, strict=True):
-            if TOPS in used:
+        if TOPS in used:
+            for table, first in zip(self.tops, self.first_tops, strict=True):
                 table[0].copy_(first)
         s.tick.fill_(1)
 
@@ -686,9 +686,9 @@ class SlotLane(Lane):
         early = self.runner.feeds_early(used)
         for slot in live:
             took, said = min(steps, slot.left), slot.said + slot.asked
-            self._reserve(
-                slot, len(slot.text) + slot.asked + took - (took == slot.left or not early)
-            )
+            # What a round chooses last is fed by the next one; with masks at once, if more follows.
+            last = 0 if early and took < slot.left else 1
+            self._reserve(slot, len(slot.text) + slot.asked + took - last)
             used |= used_by(slot.row.request.settings, said, said + took - 1)
             lines.append((slot, 0 if slot.fresh else 1, 1 + took))
         self._place()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -302,11 +302,14 @@ class Lane:
         mine = [slot for slot in waiting if id(slot) not in readers]
         return sorted(mine, key=lambda slot: slot.row.request.rank)
 
-    def owed(self) -> int:
-        """Pages that texts will take when they are read."""
+    def owed(self, source: Callable[[Request], int]) -> int:
+        """Pages that texts will take when they are read, and their sources, of as many pages as `source` says."""
         if self.pool is None:
             return 0
-        return sum(-(-(len(s.text) - s.fed) // self.pool.page) for s in self.unread())
+        waiting = self.unread()
+        new = [s for s in waiting if s.cache is None and (s.memory is None or s.unread)]
+        texts = sum(-(-(len(s.text) - s.fed) // self.pool.page) for s in waiting)
+        return texts + sum(source(s.row.request) for s in new)
 
     def _feed(self) -> None:
         """Up to a chunk of tokens of the prompts that are not through, by the rank of their requests."""

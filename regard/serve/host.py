@@ -365,7 +365,7 @@ class Models:
             self.load(name)
 
     def load(self, name: str) -> None:
-        """Make a model ready, within the memory that there is; it is no garbage, to look through it took 0.3 s."""
+        """Make a model ready, within the memory that there is; the garbage collector passes over it (0.3 s)."""
         folder = resolve_model(self.folders[name])
         need = sum(f.stat().st_size for f in Path(folder).glob("*.safetensors"))
         used = sum(host.nbytes for host in self.hosts.values())
