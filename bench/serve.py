@@ -31,6 +31,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -190,21 +191,29 @@ def wait_for(port: int, path: str, process: subprocess.Popen[Any]) -> None:
 
 
 def random_model(folder: Path, quick: bool) -> None:
-    """A Hugging Face folder in the shape of SmolLM2-135M, with a tokenizer whose tokens are bytes and pairs of them."""
+    """A Hugging Face folder in the shape of SmolLM2-135M, with a tokenizer learned from Python's own library."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
     shape |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152}
     if quick:
         shape |= {"hidden_size": 288, "num_hidden_layers": 4, "vocab_size": 4096}
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pairs = [(a, b) for a in letters for b in letters][: shape["vocab_size"] - len(letters) - 1]
-    words = ["<end>", *letters, *("".join(pair) for pair in pairs)]
-    backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, pairs))
+    backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    learn = trainers.BpeTrainer(
+        vocab_size=shape["vocab_size"],
+        special_tokens=["<end>"],
+        initial_alphabet=letters,
+        show_progress=False,
+    )
+    library, others = Path(sysconfig.get_path("stdlib")), {"site-packages", "dist-packages", "test"}
+    files = [str(p) for p in sorted(library.rglob("*.py")) if not others & {*p.parts}]
+    backend.train(files, learn)
+    assert backend.get_vocab_size() == shape["vocab_size"]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer.save_pretrained(folder)

@@ -87,35 +87,45 @@ static void keep_best(float *w, const uint32_t *keys, int64_t n, int64_t most, d
     }
 }
 
-static float top_of(const float *x, int64_t n) {
+/* Of the tokens from i on, 32 to a word. Most words are all of one kind. */
+INLINE uint32_t word_of(const uint32_t *mask, int64_t i) { return mask ? mask[i / 32] : ~0u; }
+
+/* The largest x that may be chosen. */
+static float top_of(const float *x, const uint32_t *mask, int64_t n) {
     vec most = splat(-INFINITY);
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) most = larger(load(x + i), most);
-    float top = largest(most);
-    for (; i < n; i++) top = x[i] > top ? x[i] : top;
-    return top;
-}
-
-/* x where the mask allows it, else -inf; and the largest. */
-static float allowed(float *out, const float *x, const uint32_t *mask, int64_t n) {
+    float top = -INFINITY;
     for (int64_t i = 0; i < n; i += 32) {
-        uint32_t word = mask[i / 32];
-        int64_t size = n - i < 32 ? n - i : 32;
-        /* Most words are all of one kind. */
-        if (word == ~0u)
-            memcpy(out + i, x + i, (size_t)size * 4);
-        else if (!word)
-            for (int64_t j = 0; j < size; j++) out[i + j] = -INFINITY;
-        else
-            for (int64_t j = 0; j < size; j++) out[i + j] = word >> j & 1 ? x[i + j] : -INFINITY;
+        uint32_t word = word_of(mask, i);
+        if (word == ~0u && n - i >= 32)
+            for (int j = 0; j < 32; j += LANES) most = larger(load(x + i + j), most);
+        else if (word)
+            for (int64_t j = 0; j < 32 && i + j < n; j++)
+                if (word >> j & 1 && x[i + j] > top) top = x[i + j];
     }
-    return top_of(out, n);
+    return fmaxf(largest(most), top);
 }
 
-static int64_t first_of(const float *x, int64_t n, float wanted) {
+static int64_t first_of(const float *x, const uint32_t *mask, int64_t n, float wanted) {
     int64_t i = 0;
-    while (i < n - 1 && x[i] != wanted) i++;
+    while (i < n - 1 && (x[i] != wanted || !(word_of(mask, i) >> i % 32 & 1))) i++;
     return i;
+}
+
+/* exp((x - top) scale), 0 for what may not be chosen. */
+static void weigh(float *w, const float *x, const uint32_t *mask, int64_t n, float top, float scale) {
+    for (int64_t i = 0; i < n; i += 32) {
+        uint32_t word = word_of(mask, i);
+        int64_t size = n - i < 32 ? n - i : 32;
+        float last[32];
+        if (size < 32) {
+            for (int j = 0; j < 32; j++) last[j] = j < size ? x[i + j] : -INFINITY;
+        }
+        const float *from = size < 32 ? last : x + i;
+        float *to = size < 32 ? last : w + i;
+        for (int j = 0; word && j < 32; j += LANES) store(to + j, exp_below((load(from + j) - top) * scale));
+        if (to == last) memcpy(w + i, last, (size_t)size * 4);
+        for (int64_t j = 0; word != ~0u && j < size; j++) w[i + j] = word >> j & 1 ? w[i + j] : 0;
+    }
 }
 
 /* Keeps tokens whose surprise is nearest to the entropy. `x` are the logits, `scale` is 1 / temperature. */
@@ -135,30 +145,21 @@ static void keep_typical(float *w, uint32_t *keys, const float *x, int64_t n, fl
 static int64_t draw_row(const struct draw *c, int64_t row, float *w, uint32_t *keys) {
     int64_t n = c->vocab, i = 0;
     const float *x = c->logits + row * c->logits_row;
-    float top, hot = c->temperature ? c->temperature[row] : 0;
-    if (c->mask) {
-        top = allowed(w, x, c->mask + row * ((n + 31) / 32), n);
-        x = w;
-        if (top == -INFINITY) return -1;
-    } else {
-        top = top_of(x, n);
-    }
-    if (!(hot > 0)) return first_of(x, n, top);
+    const uint32_t *mask = c->mask ? c->mask + row * ((n + 31) / 32) : NULL;
+    float hot = c->temperature ? c->temperature[row] : 0, top = top_of(x, mask, n);
+    if (mask && top == -INFINITY) return -1;
+    if (!(hot > 0)) return first_of(x, mask, n, top);
     int64_t k = c->top_k ? c->top_k[row] : 0;
     float p = c->top_p ? c->top_p[row] : 1, typical = c->typical_p ? c->typical_p[row] : 1;
     if (k > 0 || p < 1)
         for (i = 0; i < n; i++) keys[i] = descending(x[i]);
     float scale = 1 / (hot > 1e-6f ? hot : 1e-6f);
-    for (i = 0; i + LANES <= n; i += LANES) store(w + i, exp_below((load(x + i) - top) * scale));
-    float last[LANES];
-    for (int j = 0; j < LANES; j++) last[j] = i + j < n ? (x[i + j] - top) * scale : -INFINITY;
-    store(last, exp_below(load(last)));
-    for (int j = 0; i + j < n; j++) w[i + j] = last[j];
+    weigh(w, x, mask, n, top, scale);
     if (k > 0 && k < n) keep_best(w, keys, n, k, 0);
     if (p < 1) keep_best(w, keys, n, 0, p * sum_of(w, n));
     float least = c->min_p ? c->min_p[row] : 0;
     for (i = 0; least > 0 && i < n; i++) w[i] = w[i] < least ? 0 : w[i];
-    if (typical < 1) keep_typical(w, keys, c->logits + row * c->logits_row, n, top, scale, typical);
+    if (typical < 1) keep_typical(w, keys, x, n, top, scale, typical);
     uint64_t bits = mix(mix(mix((uint64_t)c->seed[row]) ^ (uint64_t)c->key[row]) ^ (uint64_t)c->count[row]);
     double goal = (double)(bits >> 11) * 0x1p-53 * sum_of(w, n), before = 0, part = 0;
     int64_t found = 0;
