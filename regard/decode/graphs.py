@@ -111,6 +111,8 @@ class Runner:
         self.tops = [zeros(look + 1, rows, k), zeros(look + 1, rows, k, kind=torch.float32)]
         self.first_tops = [torch.zeros_like(x[0]) for x in self.tops]
         self.recorder = Recorder()
+        # Where a round's log is copied to the host, while the next one begins.
+        self.aside = torch.cuda.Stream(self.device) if self.graph else None
         self.marks: list[tuple[int, int]] = []
         self.lane: Any = lambda: None  # a weak reference to who has it
         self.rooms: dict[Any, Tensor] = {}  # what recorded passes over prompts read, by their sizes
@@ -168,14 +170,12 @@ class Runner:
     def choose(
         self, logits: Tensor, rows: slice | Tensor, count: Tensor, used: frozenset[str]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The next token of some rows; what is greatest, -1 where the logits are no numbers, and their log sum exp."""
+        """The next token of some rows, -1 where there is none; what is greatest, -1 where the logits are no numbers;
+        their log sum exp."""
         tokens, norm = best(logits)
         if not used - {TOPS}:
             return tokens, tokens, norm
-        chosen = choose(logits, self.columns.at(rows, used), count)
-        if MASK in used:
-            tokens, chosen = torch.where(chosen < 0, -1, tokens), chosen.clamp(min=0)
-        return chosen, tokens, norm
+        return choose(logits, self.columns.at(rows, used), count), tokens, norm
 
     def read(
         self, pack: Pack, used: frozenset[str], wanted: Sequence[tuple[int, int]] = ()
@@ -302,6 +302,8 @@ class Runner:
         first and what they chose then, with its log probability (steps + 1, width), on its way to the host; and what
         tells that it has arrived."""
         s, key = self.state, (width, bound, far, used)
+        if self.aside is not None:
+            torch.cuda.current_stream().wait_stream(self.aside)
 
         def say() -> None:
             assert self.fed is not None
@@ -315,7 +317,10 @@ class Runner:
             for _ in range(steps):
                 self._play(key, lambda: self.step(*key))
         logs = [s.log, s.logp, *(self.tops if TOPS in used else ())]
-        return self.to_host([x[: steps + 1, :width] for x in logs]), self.arrival()
+        if self.aside is not None:
+            self.aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.aside):
+            return self.to_host([x[: steps + 1, :width] for x in logs]), self.arrival()
 
     def _open(self, used: frozenset[str]) -> None:
         """Begin the log of a round with what is fed first."""
@@ -353,10 +358,7 @@ class Runner:
 
     def arrival(self) -> Any:
         """What tells that copies have arrived."""
-        event = torch.cuda.Event() if self.graph else None
-        if event is not None:
-            event.record()
-        return event
+        return torch.cuda.current_stream().record_event() if self.graph else None
 
     def bucket(self, longest: int) -> int:
         """The smallest power of two of tokens that holds `longest`."""
@@ -556,15 +558,12 @@ class SlotLane(Lane):
         masked = [slot for slot in self.slots if slot.row.request.mask is not None]
         if not masked:
             return
-        # In this order: when the round before has been read, what was written for it has been sent.
+        # In this order: when the round before has been read, nobody reads its masks any more.
         self._land()
         self._know()
-        columns, last = self.runner.columns, 0
+        room, vocab = self.runner.columns.room(), self.runner.columns.vocab
         for slot in (s for s in masked if not s.row.finish and not (s.asked and s.fresh)):
-            slot.row.allowed(columns.room()[slot.index], columns.vocab)
-            last = max(last, slot.index + 1)
-        if last:
-            columns.allow(last)
+            slot.row.allowed(room[slot.index], vocab)
 
     def _know(self) -> None:
         """The settings of new rows, to the runner."""

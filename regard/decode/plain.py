@@ -362,8 +362,6 @@ class PlainLane(Lane):
     ) -> Tensor:
         """Ids (n): the most probable, or drawn from what the row's settings and its mask leave."""
         columns = self.columns(logits.shape[-1], logits.device)
-        if MASK in used:
-            columns.allow(columns.rows)
         every = len(index) == columns.rows
         at = slice(None) if every else torch.tensor(index, device=logits.device)
         count = torch.tensor([len(row.ids) for row in rows], device=logits.device)

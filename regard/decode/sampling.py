@@ -22,7 +22,8 @@ from regard.errors import UsageError
 from regard.kernels.c import rows as native
 from regard.kernels.triton import draw as kernels
 from regard.kernels.triton.linear import ready
-from regard.kernels.triton.record import send
+from regard.kernels.triton.record import send, shared
+from regard.kernels.triton.sample import best
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -188,7 +189,6 @@ class Columns:
     def __init__(self, rows: int, vocab: int, device: torch.device):
         self.rows, self.vocab, self.device = rows, vocab, device
         self.values: dict[str, Tensor] = {}
-        self.words = torch.empty(0)  # the masks as the host writes them: see `room`
 
     def put(self, places: Sequence[int], rows: Sequence[Row]) -> None:
         """The settings of some rows, each at its place."""
@@ -223,7 +223,7 @@ class Columns:
                 row, token = send(bans, self.device).T
                 table[row, token] = -torch.inf
         if MASK in self.values:
-            self.values[MASK][at] = self.words[list(places)] = -1
+            self.room()[list(places)] = -1
         if "held" in new or "held" in self.values:
             # The least and the most tokens, the first and the last one, and the end tokens.
             if "held" not in self.values:
@@ -253,18 +253,11 @@ class Columns:
         return self.values[name]
 
     def room(self) -> Any:
-        """Words of 32 bits (n, V / 32), of numpy, to write in what may come next in some rows; `allow` sends them."""
+        """Words of 32 bits (n, V / 32), of numpy: what may come next in each row, wherever the rows are."""
         if MASK not in self.values:
-            shape, there = (self.rows, -(-self.vocab // 32)), self.device.type == "cuda"
-            self.words = torch.full(shape, -1, dtype=torch.int32, pin_memory=there)
-            self.values[MASK] = self.words.to(self.device)
-        return self.words.numpy()
-
-    def allow(self, rows: int) -> None:
-        """What was written for the first rows counts from here on."""
-        table = self.values[MASK]
-        if table is not self.words:
-            table[:rows].copy_(self.words[:rows], non_blocking=True)
+            words = torch.full((self.rows, -(-self.vocab // 32)), -1, dtype=torch.int32)
+            self.words, self.values[MASK] = shared(words, self.device)
+        return self.words
 
     def at(self, rows: slice | Tensor, used: frozenset[str]) -> dict[str, Tensor]:
         """What is used, of some rows."""
@@ -302,31 +295,34 @@ def best_n(logits: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def choose(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:
-    """The next token (n) from logits (n V), of rows that have said `count` (n) tokens; -1 where a mask and the other
-    settings leave none."""
+    """The next token (n) from logits (n V), of rows that have said `count` (n) tokens; -1 where their settings leave
+    none."""
     logits = adjusted(logits, columns, count)
     if not ready(logits) and (tokens := native.draw(logits, columns, count)) is not None:
         return tokens
     if MASK in columns:
-        bit = torch.arange(32, dtype=torch.int32, device=logits.device)
-        allowed = (columns[MASK][:, :, None] >> bit & 1).flatten(1)[:, : logits.shape[-1]]
-        logits = logits.masked_fill(allowed == 0, -torch.inf)
+        logits = allowed(logits, columns[MASK])
     if "temperature" not in columns:
-        tokens = logits.argmax(-1)
-    else:
-        hot, which = columns["temperature"], (columns["seed"][:, 0], columns["key"][:, 0], count)
-        filters = {name: columns[name] for name in FILTERS if name in columns}
-        if ready(logits):
-            filters["temperature"] = hot
-            tokens = kernels.draw_filtered(logits.contiguous(), kernels.uniform(*which), filters)
-        else:
-            kept = logits / hot.clamp(min=1e-6)
-            for name, column in filters.items():
-                kept = FILTERS[name](kept, column)
-            tokens = torch.where(hot[:, 0] > 0, draw(kept, uniform(*which)), logits.argmax(-1))
-    if MASK in columns:
-        tokens = torch.where(logits.amax(-1) == -torch.inf, -1, tokens)
-    return tokens
+        return best(logits)[0]
+    hot, which = columns["temperature"], (columns["seed"][:, 0], columns["key"][:, 0], count)
+    filters = {name: columns[name] for name in FILTERS if name in columns}
+    if ready(logits):
+        filters["temperature"] = hot
+        return kernels.draw_filtered(logits.contiguous(), kernels.uniform(*which), filters)
+    kept = logits / hot.clamp(min=1e-6)
+    for name, column in filters.items():
+        kept = FILTERS[name](kept, column)
+    tokens = torch.where(hot[:, 0] > 0, draw(kept, uniform(*which)), logits.argmax(-1))
+    return torch.where(logits.amax(-1) == -torch.inf, -1, tokens)
+
+
+def allowed(logits: Tensor, words: Tensor) -> Tensor:
+    """Logits (n V), -inf where the bit of a token in words (n, V / 32) is 0."""
+    if ready(logits):
+        return kernels.allow(logits.contiguous(), words)
+    bit = torch.arange(32, dtype=torch.int32, device=logits.device)
+    found = (words[:, :, None] >> bit & 1).flatten(1)[:, : logits.shape[-1]]
+    return logits.masked_fill(found == 0, -torch.inf)
 
 
 def adjusted(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:

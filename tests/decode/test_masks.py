@@ -157,7 +157,9 @@ def test_mask_and_settings_that_leave_nothing_are_an_error(way: str) -> None:
         return torch.arange(VOCAB) == 4
 
     engine = Engine(model("gqa_rope"), **WAYS[way])
-    for more in ({"banned": (4,)}, {"forced_first": 5}, {"banned": (4,), "temperature": 1.0}):
+    drawn = {"banned": (4,), "temperature": 1.0}
+    cases = [{"banned": (4,)}, {"forced_first": 5}, drawn, {**drawn, "top_k": 3, "top_p": 0.5}]
+    for more in cases:
         engine.submit(request("gqa_rope", [7], Settings(max_new_tokens=4, **more), mask=mask))
     for (result,) in run(engine).values():
         assert (result.ids, result.finish) == ([], "error")

@@ -469,6 +469,24 @@ def test_best_tokens_prompts_and_masks_are_the_same_in_a_graph() -> None:
             assert [p for _, p in x] == pytest.approx([p for _, p in y], abs=1e-3)
 
 
+def test_row_that_nothing_is_left_for_ends_alone() -> None:
+    """Its mask allows one token, which is banned: after three others, and at once."""
+    model, few = build("gqa"), requests(3, temperature=1.0)
+    want = [r.ids for r in answer(model, few, 8)]
+
+    def one(sample: int, ids: list[int]) -> torch.Tensor:
+        return torch.arange(97) == (5 if len(ids) < 3 else 4)
+
+    for how in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 3, "top_p": 0.5}):
+        for ban, said in ((4, [5, 5, 5]), (5, [])):
+            settings = Settings(max_new_tokens=9, banned=(ban,), **how)  # type: ignore[arg-type]
+            lost = Request([1, 2, 3], settings, mask=one)
+            *others, last = answer(model, [*few, lost], 8)
+            assert [r.ids for r in others] == want
+            assert (last.ids, last.finish) == (said, "error")
+            assert "its mask allows no token that its other settings leave" in last.error
+
+
 def test_request_too_large_for_the_device_ends_alone() -> None:
     """Real memory, of which hardly any is free: a prompt that needs more ends with an error, the others do not."""
     model, few = build("gqa"), requests(3)

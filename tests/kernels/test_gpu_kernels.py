@@ -562,7 +562,7 @@ def test_gpu_draw_keeps_the_lowest_ids_of_equals(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("names", [(), ("top_k",), tuple(FILTERS)], ids="-".join)
-def test_gpu_draw_gives_some_token_without_numbers(
+def test_gpu_draw_gives_some_token_without_numbers_and_none_where_none_is_left(
     names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the row beside them its own."""
@@ -577,10 +577,22 @@ def test_gpu_draw_gives_some_token_without_numbers(
         logits[0], logits[1], logits[2] = torch.nan, high, low
         logits[3, 7], logits[3, 250], logits[4, 250] = torch.nan, high, low
         got = gpu_draw.draw_filtered(logits, u, columns)
-        assert ((got >= 0) & (got < 300)).all()
+        hot = logits.nan_to_num(-torch.inf, torch.inf, -torch.inf) / columns["temperature"]
+        none = (hot <= -3e38).all(-1)
+        assert ((got < 0) == none).all() and (got < 300).all()
         assert got[5] == sampling.draw(
             filtered(logits[5:], {n: c[5:] for n, c in columns.items()}), u[5:]
         )
+
+
+@each_dtype
+def test_gpu_allow_matches_sampling(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_draw, "CHUNK", 256)
+    g = torch.Generator().manual_seed(0)
+    for vocab in (31, 64, 1003):
+        logits = torch.randn(3, vocab, generator=g).to(dtype)
+        words = torch.randint(-(2**31), 2**31, (3, -(-vocab // 32)), generator=g).int()
+        assert torch.equal(gpu_draw.allow(logits, words), sampling.allowed(logits, words))
 
 
 def test_gpu_uniform_matches_sampling() -> None:

@@ -147,7 +147,7 @@ static int64_t draw_row(const struct draw *c, int64_t row, float *w, uint32_t *k
     const float *x = c->logits + row * c->logits_row;
     const uint32_t *mask = c->mask ? c->mask + row * ((n + 31) / 32) : NULL;
     float hot = c->temperature ? c->temperature[row] : 0, top = top_of(x, mask, n);
-    if (mask && top == -INFINITY) return -1;
+    if (top == -INFINITY) return -1;
     if (!(hot > 0)) return first_of(x, mask, n, top);
     int64_t k = c->top_k ? c->top_k[row] : 0;
     float p = c->top_p ? c->top_p[row] : 1, typical = c->typical_p ? c->typical_p[row] : 1;

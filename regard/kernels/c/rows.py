@@ -258,7 +258,7 @@ def plain_choose(
 
 def draw(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor | None:
     """The next token (n) from logits (n V) by columns (n 1), the largest without them, among those that columns["mask"]
-    (n, V / 32) allows: -1 where it allows none. None where C cannot; decode/sampling.py has the plain form."""
+    (n, V / 32) allows: -1 where none is left. None where C cannot; decode/sampling.py has the plain form."""
     call = call_of("draw")
     if call is None or not (_readable(logits) and _readable(count, torch.int64)):
         return None

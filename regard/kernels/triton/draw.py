@@ -95,6 +95,17 @@ def _active(heat, want, b, V, KIND: tl.constexpr):
     return active & (tl.load(heat + b) > 0)
 
 
+@jit
+def _allow(logits, words, out, V, W, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    _wait(PDL)
+    b = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    word = tl.load(words + b * W + i // 32, mask=i < V, other=0)
+    x = tl.load(logits + b * V + i, mask=i < V)
+    x = tl.where((word >> (i % 32)) & 1 == 1, x, float("-inf"))
+    tl.store(out + b * V + i, x, mask=i < V)
+
+
 # --- the mass of what is kept -------------------------------------------------------------------------------------
 
 
@@ -439,7 +450,7 @@ def _pick(
     PDL: tl.constexpr,
 ):
     """The token at which the cumulative mass passes u times the whole: first the chunk, then the place in it. With the
-    temperature 0 the largest."""
+    temperature 0 the largest; -1 where all is -inf."""
     _wait(PDL)
     b = tl.program_id(0).to(tl.int64)
     greedy = (tl.load(heat + b) > 0) == 0
@@ -460,7 +471,8 @@ def _pick(
     upto = tl.cumsum(mass, 0)
     place = tl.minimum(tl.sum((upto <= goal).to(tl.int32), 0), tl.max(tl.where(mass > 0, i, 0), 0))
     place = tl.where(greedy, tl.min(tl.where(x == here, i, CHUNK - 1), 0), place)
-    tl.store(tokens + b, tl.minimum(chunk * CHUNK + place, V - 1).to(tl.int64))
+    token = tl.minimum(chunk * CHUNK + place, V - 1).to(tl.int64)
+    tl.store(tokens + b, tl.where(tl.max(tops, 0) > -3e38, token, -1))
 
 
 @jit
@@ -489,10 +501,23 @@ def uniform(seed: Tensor, key: Tensor, count: Tensor) -> Tensor:
     return u
 
 
+def allow(logits: Tensor, words: Tensor) -> Tensor:
+    """Logits (n V), contiguous, -inf where the bit of a token in words (n, V / 32) int32 is 0."""
+    n, vocab = logits.shape
+    out = torch.empty_like(logits)
+    pdl, extra = launch(logits)
+    grid = (n, triton.cdiv(vocab, CHUNK))
+    _allow[grid](
+        logits, words, out, vocab, words.stride(0), CHUNK=CHUNK, PDL=pdl, num_warps=8, **extra
+    )
+    return out
+
+
 def draw_filtered(logits: Tensor, u: Tensor, columns: dict[str, Tensor]) -> Tensor:
     """Tokens (n) int64 from logits (n V), contiguous, and u (n) float64 in [0, 1). `columns` (n 1): "temperature", and
     those of top_k, top_p, min_p and typical_p that some row uses; a row with the temperature 0 takes its largest logit.
-    A row with NaN or infinity gets some token. See test_gpu_draw_matches_sampling."""
+    A row with NaN or infinity gets some token, one whose logits are all -inf -1. See
+    test_gpu_draw_matches_sampling."""
     n, vocab = logits.shape
     assert logits.is_contiguous() and u.dtype is torch.float64 and vocab <= 1 << 24
     chunks = triton.cdiv(vocab, CHUNK)

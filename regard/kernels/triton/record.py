@@ -1,4 +1,4 @@
-"""Calls on a GPU recorded as CUDA graphs that share their memory, and numbers sent there."""
+"""Calls on a GPU recorded as CUDA graphs that share their memory; numbers that are sent there, or read from here."""
 
 from __future__ import annotations
 
@@ -42,3 +42,20 @@ def send(values: Any, device: torch.device) -> Tensor:
     """Numbers as a tensor on the device; from pinned memory, so that nobody waits."""
     x = torch.as_tensor(values)
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+
+
+def shared(x: Tensor, device: torch.device) -> tuple[Any, Tensor]:
+    """Numbers as an array of numpy, and as a tensor of the device, which reads them where they lie: in the host's
+    memory, over the bus."""
+    if device.type != "cuda":
+        return x.numpy(), x
+    pinned = x.pin_memory().numpy()
+    seen = torch.as_tensor(_Seen(pinned), device=device)
+    assert seen.data_ptr() == pinned.ctypes.data
+    return pinned, seen
+
+
+class _Seen:
+    def __init__(self, pinned: Any):
+        self.pinned = pinned
+        self.__cuda_array_interface__ = {**pinned.__array_interface__, "version": 3}

@@ -93,7 +93,7 @@ def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def advance(state: State, logits: Tensor, tokens: Tensor, greatest: Tensor, norm: Tensor) -> None:
-    """Feed the chosen tokens (b) next, -1 where `greatest` is; `best` of the logits (b V) gives it and the norm."""
+    """Feed the chosen tokens (b) next, -1 where they or `greatest` are; `best` of logits (b V) gives it and norm."""
     s = state
     if ready(logits):
         pdl, extra = launch(logits)
@@ -194,9 +194,9 @@ def _move(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     b = tl.program_id(0).to(tl.int64)
-    sound = tl.load(greatest + b) >= 0
     token = tl.load(tokens + b)
-    own = tl.load(logits + b * wide + token).to(tl.float32)
+    sound = (tl.load(greatest + b) >= 0) & (token >= 0)
+    own = tl.load(logits + b * wide + tl.maximum(token, 0)).to(tl.float32)
     logp = tl.where(sound, own - tl.load(norm + b), 0.0)
     token = tl.where(sound, token, -1)
     _put(token, logp, b, ids, pos, count, tick, live, log, logps, stride, lines, last)
