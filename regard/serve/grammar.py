@@ -29,7 +29,6 @@ COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separ
 TOLD = "You can call these tools, one JSON object for each:\nTOOLS\nTo call one, answer with nothing but\n"
 TOLD += OPEN + '{"name": NAME, "arguments": OBJECT' + CLOSE
 MAKING = threading.Lock()
-Mask = Callable[[int, list[int]], Any]
 
 
 class Grammars:
@@ -47,40 +46,42 @@ class Grammars:
         added = self.plain.core.get_added_tokens_decoder().items()
         self.special_token_ids = [i for i, token in added if token.special and i < self.vocab]
         tokenizer = LLTokenizer(TokenizerWrapper(self), n_vocab=self.vocab, eos_token=eos)
-        self.made = lru_cache(KEPT)(lambda grammar: LLMatcher(tokenizer, grammar, log_level=0))
+        self.made = lru_cache(KEPT)(lambda text: [LLMatcher(tokenizer, text, log_level=0), None])
 
     def __call__(self, text: str) -> list[int]:
         return self.plain.encode(text, special=False, literal=True)
 
 
 class Matching:
-    """The mask of one request, by where each of its samples stands; it holds until the next is asked for."""
+    """The mask of one request by where its samples stand, until asked again. `root`: a matcher, its first mask."""
 
-    def __init__(self, matcher: Any, vocab: int):
-        self.root, self.words = matcher, np.zeros(-(-vocab // 32), np.int32)
-        self.room = self.words.ctypes.data, self.words.nbytes
+    def __init__(self, root: list[Any], vocab: int):
+        self.root, self.words = root, np.zeros(-(-vocab // 32), np.int32)
         self.samples: dict[int, tuple[Any, list[int]]] = {}
 
     def __call__(self, sample: int, ids: list[int]) -> Any:
-        matcher, seen = self.samples.get(sample) or (self.root.deep_copy(), [])
+        if not ids and self.root[1] is not None:
+            return self.root[1]
+        matcher, seen = self.samples.get(sample) or (self.root[0].deep_copy(), [])
         if seen and (len(ids) < len(seen) or ids[len(seen) - 1] != seen[-1]):
             # It was put back, and is told from its beginning.
-            matcher, seen = self.root.deep_copy(), []
-        if not matcher.consume_tokens(ids[len(seen) :]):
-            raise ValueError("the grammar could not be followed")
+            matcher, seen = self.root[0].deep_copy(), []
+        matcher.consume_tokens(ids[len(seen) :])
         self.samples[sample] = matcher, ids
         self.words.fill(0)
         if not matcher.is_stopped():
-            matcher.unsafe_compute_mask_ptr(*self.room)
+            matcher.unsafe_compute_mask_ptr(self.words.ctypes.data, self.words.nbytes)
         if matcher.is_error():
-            raise ValueError("the grammar became too large")
+            raise ValueError("the grammar could not be followed, or became too large")
+        if not ids:
+            self.root[1] = self.words.copy()
         return self.words
 
 
 def grammar_for(
     limits: Limits, host: Host, form: shapes.Format | None, tools: Sequence[shapes.Tool], choice: str | None,
     parallel: bool,
-) -> Callable[[], Mask] | None:  # fmt: skip
+) -> Callable[[], Matching] | None:  # fmt: skip
     """What makes the masks of a request, if its form is given; in a worker."""
     kind, given, param = "text", None, "response_format"
     if form is not None:
@@ -105,11 +106,11 @@ def grammar_for(
         raise Refusal(400, f"the schema has {len(grammar):,} bytes, at most {most}", param)
     with MAKING:
         host.grammars = compiled = host.grammars or Grammars(host)
-    matcher = compiled.made(grammar)
-    if matcher.is_error():
-        why = matcher.get_error().partition("\n")[0]
+    root: list[Any] = compiled.made(grammar)
+    if root[0].is_error():
+        why = root[0].get_error().partition("\n")[0]
         raise Refusal(400, f"this schema cannot be compiled: {why:.200}", param)
-    return lambda: Matching(matcher, compiled.vocab)
+    return lambda: Matching(root, compiled.vocab)
 
 
 def tool_grammar(tools: Sequence[shapes.Tool], choice: str, parallel: bool) -> str:
@@ -159,8 +160,7 @@ class Reader:
         while self.held.startswith(OPEN) and CLOSE in self.held:
             body, _, rest = self.held.removeprefix(OPEN).partition(CLOSE)
             name = body.removeprefix('{"name": "').partition('"')[0]
-            arguments = (OPEN + body).removeprefix(opening(name))
-            function = {"name": name, "arguments": arguments}
+            function = {"name": name, "arguments": (OPEN + body).removeprefix(opening(name))}
             call = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
             changes.append({"tool_calls": [{"index": len(self.calls), **call}]})
             self.calls.append(call)
