@@ -163,6 +163,10 @@ class Host:
                 plain = plain.float() if self.opened.precision == "fp32" else plain
                 self.model, more = steady(plain), {"backend": "ordered"}
             self.engine = Engine(self.model, rows=o.rows, memory=memory, **more)
+        config = self.model.origin and sorted(self.model.origin.config.items())
+        about = (VERSION, torch.__version__, self.opened.precision, torch.get_num_threads(), config)
+        # What an answer depends on besides the request.
+        self.fingerprint = "fp_" + hashlib.sha256(repr(about).encode()).hexdigest()[:12]
         self.known: dict[int, bytes] = {}  # bytes of tokens
         self.grammars: Any = None  # see regard.serve.grammar
         # Of the thread: tickets by the engine's numbers, what the event loop is to be told, and when it was told last.
@@ -178,13 +182,6 @@ class Host:
         self.dead: str | None = None
         self.thread = threading.Thread(target=self._run, name=f"engine of {name}", daemon=True)
         self.thread.start()
-
-    @property
-    def fingerprint(self) -> str:
-        """What an answer depends on besides the request."""
-        config = self.model.origin and sorted(self.model.origin.config.items())
-        about = (VERSION, torch.__version__, self.opened.precision, torch.get_num_threads(), config)
-        return "fp_" + hashlib.sha256(repr(about).encode()).hexdigest()[:12]
 
     @property
     def nbytes(self) -> int:
