@@ -299,7 +299,7 @@ class Runner:
 
     def run(self, steps: int, width: int, bound: int, far: int, used: frozenset[str]) -> Any:
         """Advance the first `width` rows by `steps` <= look tokens; with masks by one, after `feed`. What they were fed
-        first and what they chose then, with its log probability (steps + 1, width), on its way to the host; and what
+        first and what they chose then, with its log probability (steps + 1, rows), on its way to the host; and what
         tells that it has arrived."""
         s, key = self.state, (width, bound, far, used)
         if self.aside is not None:
@@ -320,7 +320,8 @@ class Runner:
         if self.aside is not None:
             self.aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.aside):
-            return self.to_host([x[: steps + 1, :width] for x in logs]), self.arrival()
+            # Whole lines lie end to end, so nothing is gathered first.
+            return self.to_host([x[: steps + 1] for x in logs]), self.arrival()
 
     def _open(self, used: frozenset[str]) -> None:
         """Begin the log of a round with what is fed first."""
