@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import regard
 from regard.checkpoint.hf import Origin
-from regard.errors import Fault
+from regard.errors import Fault, UsageError
 from regard.evaluate.run import Shots, task_of
 from regard.files import resolve_model
 from regard.layers import Answer, Classify, Tag
@@ -379,6 +379,20 @@ def test_run_folder_means_its_best_model_else_its_last(tmp_path: Path) -> None:
     (steps / "step-1" / "config.json").rename(steps / "step-1" / "adapter.json")  # LoRA
     assert resolve_model(run) == run / "best"
     assert resolve_model("nowhere") == Path("nowhere")
+
+
+def test_load_takes_runs_and_the_model_that_is_included(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    included = regard.load("demo")
+    included.save("run/best")
+    Path("run/run.json").write_text("{}")
+    weights = regard.load("run").state_dict()
+    assert all(torch.equal(x, weights[name]) for name, x in included.state_dict().items())
+    Path("demo").mkdir()
+    with pytest.raises(UsageError, match="config.json"):
+        regard.load("demo")
 
 
 def test_commands_take_run_folders(tmp_path: Path) -> None:

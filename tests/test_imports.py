@@ -255,7 +255,7 @@ def test_readme_tree_is_true() -> None:
 def test_size_budget() -> None:
     """The sum of the lines is what a reader pays; no file or function has a cap of its own."""
     total = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in sources())
-    assert total <= 45_129, f"regard/ has {total} lines of Python, at most 45,129"
+    assert total <= 45_128, f"regard/ has {total} lines of Python, at most 45,128"
     assert len(sources()) <= 164, f"regard/ has {len(sources())} files, at most 164"
 
 

@@ -25,7 +25,7 @@ from regard.checkpoint.rules import Family, Step
 from regard.checkpoint.store import check_converted, header, replacing, write_carried, write_json
 from regard.config import from_dict, to_dict
 from regard.errors import UsageError, nearest
-from regard.files import read_files, read_json
+from regard.files import read_files, read_json, resolve_model
 from regard.layers import LM, MLM, Answer, Classify, Tag
 from regard.models import Model, adapt
 from regard.models.adapt import LoRA
@@ -87,13 +87,13 @@ def load(
     adapter: str | Path | None = None,
     image_size: int | None = None,
 ) -> Model:
-    """A model from a Hugging Face folder, one that `model.save` wrote, or an adapter's (Regard's or PEFT's), merged
-    into its base; in evaluation mode. The weights keep the type they are stored in unless `dtype` says otherwise.
-    `adapter`: one to be merged into this folder's model. `image_size`: of the pictures it is to read, where that is not
-    the folder's (see `with_image_size`)."""
-    folder, base = Path(path), None
+    """A model from a Hugging Face folder, one that `model.save` wrote, a run's, or an adapter's (Regard's or PEFT's),
+    merged into its base; `demo` is the tiny one that is included. In evaluation mode. The weights keep the type they
+    are stored in unless `dtype` says otherwise. `adapter`: one to be merged into this folder's model. `image_size`: of
+    the pictures it is to read, where that is not the folder's (see `with_image_size`)."""
+    folder, base = resolve_model(path), None
     if adapter is not None:
-        folder, base = Path(adapter), Path(path)
+        folder, base = resolve_model(adapter), folder
         if not is_adapter(folder):
             raise UsageError(f"{folder} has no {PEFT}: it is not an adapter; name a folder with it")
     if is_adapter(folder):

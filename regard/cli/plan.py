@@ -73,13 +73,12 @@ def run(options: Options) -> int:
 def folder_needs(path: str, device: torch.device) -> Needs:
     """What a model needs to run: its weights, and what it keeps of each token."""
     from regard.checkpoint import load
-    from regard.files import resolve_model
     from regard.models.base import parameters
     from regard.train.measure import context_of
     from regard.train.plan import cache_bytes, free_memory, number, size
 
     with blaming(DATA):
-        model = load(resolve_model(path), device="meta")
+        model = load(path, device="meta")
     weights, free = sum(p.nbytes for p in model.parameters()), free_memory(device)
     count, cache = parameters(model), cache_bytes(model)
     table = [

@@ -21,7 +21,7 @@ from regard.data.tokens import Coder
 from regard.decode.generate import generate, special_of, tokenizer_of, told
 from regard.errors import DATA, RUN, Fault, UsageError, blaming, check_choice, notice
 from regard.fast.cpu import perplexity_change, prepare
-from regard.files import TRAINED, json_object, resolve_model
+from regard.files import TRAINED, json_object
 from regard.kernels.linear import half_is_fast
 from regard.layers import MLM, Answer, Classify
 from regard.models import Model, Patches, Transformer
@@ -136,7 +136,7 @@ def loaded(model: str | Path | Model, device: torch.device, dtype: str) -> Model
     """A model as it is, or from its folder or its run's."""
     if isinstance(model, Model):
         return model
-    return load(resolve_model(model), device=device, dtype=DTYPES[dtype])
+    return load(model, device=device, dtype=DTYPES[dtype])
 
 
 def precision_of(model: Model, asked: str) -> str:

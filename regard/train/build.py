@@ -26,7 +26,7 @@ from regard.data.read import records, wording
 from regard.data.tokens import Coder
 from regard.data.train_tokenizer import train_tokenizer, write_files
 from regard.errors import DATA, Fault, UsageError, blaming
-from regard.files import TRAINED, read_files, resolve_model
+from regard.files import TRAINED, read_files
 from regard.layers import LM, MLM
 from regard.models import Patches
 from regard.models.adapt import labels, with_head
@@ -97,7 +97,7 @@ def reference_of(config: Config, model: Any, coder: Coder | None) -> Any:
     if not config.prefer.reference:
         return copy.deepcopy(model).requires_grad_(False).eval()
     with blaming(DATA):
-        reference = load_model(resolve_model(config.prefer.reference))
+        reference = load_model(config.prefer.reference)
     check_suits(config.task, reference, coder)
     return reference.requires_grad_(False).eval()
 
@@ -120,7 +120,7 @@ def start_of(config: Config, **how: Any) -> Any:
         folder, size = (config.model.get(name) for name in ("folder", "size"))
         if folder is None:
             return None
-        return load_model(resolve_model(folder), image_size=size, **how)
+        return load_model(folder, image_size=size, **how)
 
 
 def read_data(
