@@ -203,11 +203,10 @@ def random_model(folder: Path, quick: bool) -> None:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    letters = pre_tokenizers.ByteLevel.alphabet()
     learn = trainers.BpeTrainer(
         vocab_size=shape["vocab_size"],
         special_tokens=["<end>"],
-        initial_alphabet=letters,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     library, others = Path(sysconfig.get_path("stdlib")), {"site-packages", "dist-packages", "test"}
