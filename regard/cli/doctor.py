@@ -84,7 +84,8 @@ def machine(device: torch.device) -> dict[str, str]:
     import torch
 
     from regard.kernels.c import native
-    from regard.train.plan import Pass, free_disk, free_memory, number, probe, size
+    from regard.machine import free_disk, free_memory, number, size
+    from regard.train.plan import Pass, probe
 
     built = "this torch was built without it" if torch.version.cuda is None else None
     where = f"cpu (no cuda: {built or 'torch finds no driver, or no device'})"

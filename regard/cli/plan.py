@@ -47,8 +47,9 @@ class Options:
 
 
 def run(options: Options) -> int:
+    from regard.machine import pick_device
     from regard.train.config import read
-    from regard.train.plan import Forecast, pick_device
+    from regard.train.plan import Forecast
 
     device, _ = pick_device(options.device)
     check_counts(options, "keep")
@@ -73,9 +74,10 @@ def run(options: Options) -> int:
 def folder_needs(path: str, device: torch.device) -> Needs:
     """What a model needs to run: its weights, and what it keeps of each token."""
     from regard.checkpoint import load
+    from regard.machine import free_memory, number, size
     from regard.models.base import parameters
     from regard.train.measure import context_of
-    from regard.train.plan import cache_bytes, free_memory, number, size
+    from regard.train.plan import cache_bytes
 
     with blaming(DATA):
         model = load(path, device="meta")
@@ -94,9 +96,10 @@ def folder_needs(path: str, device: torch.device) -> Needs:
 
 def run_needs(f: Forecast) -> Needs:
     """What a run needs: figures for people, figures for programs, and why it cannot be begun."""
+    from regard.machine import duration, number, size
     from regard.models.base import parameters
     from regard.train.build import notices
-    from regard.train.plan import EFFICIENCY, cache_bytes, duration, number, size, trainable
+    from regard.train.plan import EFFICIENCY, cache_bytes, trainable
 
     plan, train, model, cache = f.plan, f.config.train, f.model, cache_bytes(f.model)
     count, learns, memory = parameters(model), trainable(model), asdict(plan.memory)
@@ -198,7 +201,7 @@ def describe(model: Any) -> str:
 
 
 def kv_row(cache: dict[str, int] | None, length: int) -> list[Row]:
-    from regard.train.plan import size
+    from regard.machine import size
 
     if cache is None:
         return []

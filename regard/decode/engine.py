@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import time
 from bisect import insort
 from collections.abc import Iterator, Sequence
@@ -38,6 +37,7 @@ from regard.decode.settings import Event, Request, Result
 from regard.errors import UsageError
 from regard.fast.cpu import Prepared
 from regard.kernels.c.threads import SHARED, threads_for
+from regard.machine import free_memory
 
 # Lanes: of rows that have outgrown the context and are read anew for each token, or go on in a cache that forgets; and
 # that of the CUDA graph.
@@ -517,9 +517,3 @@ def pages_in(
     if have < 1:
         raise UsageError(f"{int(share):,} bytes hold no page of {page} tokens; give more memory")
     return have if most is None else min(have, most)
-
-
-def free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from regard.decode.check import check_tokens, written
-from regard.decode.engine import Engine, free_memory
+from regard.decode.engine import Engine
 from regard.decode.graphs import source_size, why_plain
 from regard.decode.settings import Event, Request, Result, Settings
 from regard.errors import UsageError, notice
 from regard.fast.cpu import NativeAttention
 from regard.fast.invariant import invariant as steady
+from regard.machine import free_memory
 from regard.text import Special, Stream, Tokenizer, needed, special_ids
 from regard.text.build import read_json
 from regard.text.tokenizer import check_stop

@@ -24,12 +24,12 @@ from regard.fast.cpu import perplexity_change, prepare
 from regard.files import TRAINED, json_object
 from regard.kernels.linear import half_is_fast
 from regard.layers import MLM, Answer, Classify
+from regard.machine import pick_device
 from regard.models import Model, Patches, Transformer
 from regard.models.adapt import classes_of
 from regard.models.transformer import mean_real
 from regard.text import needed
 from regard.train.measure import best_spans, context_of
-from regard.train.plan import pick_device
 
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}

@@ -31,12 +31,12 @@ from regard.evaluate import model as opening
 from regard.evaluate.model import Embedder, Opened
 from regard.fast.cpu import prepare
 from regard.layers import LM, MLM, Answer, Classify, Tag
+from regard.machine import pick_device
 from regard.models import Model
 from regard.text import needed
 from regard.train import measure as measuring
 from regard.train.loss import masked_lm_loss
 from regard.train.measure import WRITING, Measured, measure, perplexity, suited, translations
-from regard.train.plan import pick_device
 from regard.train.tasks import TASKS
 
 SEED = 0  # of the masks of a masked language model

@@ -17,6 +17,7 @@ from regard.data.tokens import Coder
 from regard.decode.generate import engine_for, tokenizer_of
 from regard.decode.settings import Request, Settings
 from regard.evaluate.run import evaluate
+from regard.machine import pick_device
 from regard.models import Model
 from regard.presets import build
 from regard.report.run import read as read_report
@@ -25,7 +26,6 @@ from regard.train.build import make_model
 from regard.train.config import Config as RunConfig
 from regard.train.config import read as read_config
 from regard.train.loss import causal, causal_mask, densely, watching
-from regard.train.plan import pick_device
 
 Figures = dict[str, dict[str, dict[Any, float]]]
 

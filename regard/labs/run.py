@@ -31,6 +31,7 @@ from regard.data.read import records
 from regard.errors import DATA, ENVIRONMENT, VERSION, Fault, UsageError, blaming
 from regard.files import write_whole
 from regard.labs.measure import MEASURES, Case, changed
+from regard.machine import duration, pick_device
 from regard.recipes import MAKERS as RECIPES
 from regard.recipes.corpora import write
 from regard.report.page import Block, Figure, Series, as_html, bars, lines
@@ -38,7 +39,7 @@ from regard.see.format import number, short, span
 from regard.train.build import fresh, read_data
 from regard.train.config import configure, toml
 from regard.train.log import parse
-from regard.train.plan import EFFICIENCY, Job, Pass, duration, pick_device, probe, step_flops, width
+from regard.train.plan import EFFICIENCY, Job, Pass, probe, step_flops, width
 from regard.train.run import begun, train
 from regard.train.trainer import Callback
 

@@ -17,13 +17,13 @@ import torch
 from regard.checkpoint import load
 from regard.decode.generate import tokenizer_of
 from regard.errors import UsageError
+from regard.machine import size
 from regard.report.page import Block, Figure, Point, Series, bars, heat, lines
 from regard.see.format import aligned, clip, number, short, span, strict, visible
 from regard.see.look import Given, names, trace, writing
 from regard.text import needed
 from regard.train.config import toml
 from regard.train.measure import context_of
-from regard.train.plan import size
 from regard.train.trainer import flat
 
 FORMAT = 1

@@ -29,9 +29,9 @@ from regard.evaluate.model import Opened, loaded
 from regard.fast.invariant import invariant as steady
 from regard.files import resolve_model
 from regard.layers import LM, MLM, Classify
+from regard.machine import pick_device
 from regard.serve.edge import LOG, Exchange, Guard, Limits, Metrics, Refusal, refused
 from regard.text import Stream, Tokenizer
-from regard.train.plan import pick_device
 
 BACKLOG = 4096  # tokens of an answer that a client may leave unread
 PAUSE = 39  # times as long as a look took, until the next one

@@ -12,10 +12,10 @@ from regard.checkpoint import load
 from regard.data.read import DataError, format_of, json_rows, lines, matching_files
 from regard.errors import DATA, UsageError, blaming, check_choice
 from regard.files import resolve_model
+from regard.machine import pick_device
 from regard.train.build import kind_of
 from regard.train.config import METHODS
 from regard.train.measure import context_of
-from regard.train.plan import pick_device
 from regard.train.run import RunResult, train
 from regard.train.tasks import TASKS
 

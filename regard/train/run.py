@@ -30,6 +30,7 @@ from regard.config import to_dict
 from regard.data.config import Data
 from regard.errors import DATA, ENVIRONMENT, RUN, VERSION, Fault, UsageError, blaming, notice
 from regard.files import write_whole
+from regard.machine import pick_device
 from regard.train.build import assemble
 from regard.train.checkpoint import clean, locked
 from regard.train.config import Config as RunConfig
@@ -37,7 +38,7 @@ from regard.train.config import as_toml, check, configure, read
 from regard.train.log import Log, parse, tracker
 from regard.train.optim import Schedule
 from regard.train.parallel import Lost, team_of
-from regard.train.plan import pick_device, refusal
+from regard.train.plan import refusal
 from regard.train.trainer import AVERAGE, Callback, Diverged, Trainer, differences, flat
 
 OURS = {"lock", "run.json"}  # a run's folder has one of these

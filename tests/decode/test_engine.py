@@ -263,3 +263,12 @@ def test_pool_that_just_fits_a_request_runs_it_to_its_end(name: str, runner: str
                 UsageError, match=f"need {need} pages of 4, the pool has {need - 1}"
             ):
                 small.submit(request(name, prompt, settings))
+
+
+def test_engine_and_trainer_ask_one_function_for_free_memory() -> None:
+    """Within the limits of control groups; the engine once read the machine's whole memory."""
+    from regard import machine
+    from regard.decode import engine, generate
+    from regard.train import plan
+
+    assert engine.free_memory is generate.free_memory is plan.free_memory is machine.free_memory

@@ -10,8 +10,8 @@ pytest.importorskip("tokenizers", reason="needs tokenizers: pip install tokenize
 
 import regard
 from regard.evaluate.model import Opened
+from regard.machine import pick_device
 from regard.text import needed, render_chat
-from regard.train.plan import pick_device
 from tests.test_cli import Done, call, folder
 
 pytestmark = pytest.mark.skipif(

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from regard.attention import DSA, GQA, MLA
 from regard.fast.train import checkpointed
+from regard.machine import duration, free_disk, free_memory, number, size
 from regard.moe import MixtureOfExperts, MoE
 from regard.position import Rope
 from regard.presets import build
@@ -28,16 +29,11 @@ from regard.train.plan import (
     activations,
     changes,
     drawn,
-    duration,
-    free_disk,
-    free_memory,
     head_bytes,
     memory,
-    number,
     optimizer_bytes,
     refusal,
     shortage,
-    size,
     step_flops,
 )
 from regard.train.trainer import Train
