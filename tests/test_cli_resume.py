@@ -3,6 +3,7 @@ recorded, and the run's own config trains again from anywhere."""
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -118,6 +119,45 @@ def test_run_is_made_longer_and_what_changed_is_recorded(
     assert "settings" not in [e["kind"] for e in lines(run)][-3:]
     config = tomllib.loads((run / "config.toml").read_text())
     assert config["train"]["steps"] == 12 and config["train"]["save"] == 3
+
+
+def suggested(run: str, page: Path) -> list[list[str]]:
+    """The commands that a run's report tells to type."""
+    assert main(["report", run, "--output", str(page)]) == 0
+    (shell,) = re.findall(r"```sh\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
+    lines = [line for line in shell.splitlines() if line.startswith("regard ")]
+    return [shlex.split(line)[1:] for line in lines]
+
+
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_commands_of_a_report_can_be_typed(
+    times: int, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From any folder, of a run as it was begun and of one that was resumed; they give what they say."""
+    few = ["--train.steps", "4", "--train.save", "2", "--output-dir", "my runs/a"]
+    assert main(["train", "story.toml", "--train.seed", "7", *few, "--quiet"]) == 0
+    for _ in range(times):
+        assert main(["train", "--resume", "my runs/a", "--quiet"]) == 0
+    (home / "elsewhere").mkdir()
+    monkeypatch.chdir(home / "elsewhere")
+    anew, go_on, page = suggested("../my runs/a", home / "a.md")
+    assert main([*anew, "--quiet"]) == main([*go_on, "--quiet"]) == main(page) == 0
+    assert equal(home / "my runs/a", home / "my runs/a-again")
+    assert len(json.loads((home / "my runs/a/run.json").read_text())["resumed"]) == times + 1
+
+
+def test_compare_of_a_run_and_its_resumed_twin_names_that(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert trained("story.toml") == 0
+    shutil.copytree("runs/story", "runs/twin", symlinks=True)
+    assert trained("--resume", "runs/twin", "--train.steps", "9") == 0
+    capsys.readouterr()
+    assert main(["compare", "runs/story", "runs/twin", "--json"]) == 0
+    changed = "train.steps was 8, now it is 9; train.schedule.steps was 8, now it is 9"
+    told = json.loads(capsys.readouterr().out)["differs"]
+    assert told.pop("resumed") == [None, f"after step 8 ({changed})"]
+    assert told == {"train.steps": [8, 9]}
 
 
 def test_resuming_a_finished_run_adds_no_line(home: Path) -> None:

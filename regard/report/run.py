@@ -24,7 +24,8 @@ from regard.see.look import Given, names, trace, writing
 from regard.text import needed
 from regard.train.config import toml
 from regard.train.measure import context_of
-from regard.train.trainer import flat
+from regard.train.run import launched
+from regard.train.trainer import differences, flat
 
 FORMAT = 1
 TEXTS = "name task device device_name precision regard torch python commit data metric began ended"
@@ -33,7 +34,7 @@ KINDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys((*TEXTS.split(), "status"), str),
     **dict.fromkeys(["seed", "threads", "world", "parameters", "trained", "step", "steps"], int),
     "memory": int,
-    **dict.fromkeys(("command", "classes"), list),
+    **dict.fromkeys(("command", "classes", "resumed"), list),
     **dict.fromkeys(("config", "changes", "best"), dict),
     "seconds": (int, float),
 }
@@ -158,6 +159,11 @@ def _info(path: Path) -> Event:
         if name in info and not isinstance(info[name], kind):
             said = f"{name} is {info[name]!r:.60}"
             raise Unreadable(f"{path}: {said}, which is not what a run writes")
+    for at in info.get("resumed", []):
+        changes = at.get("changes") if isinstance(at, dict) and "step" in at else None
+        pairs = changes.values() if isinstance(changes, dict) else [None]
+        if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+            raise Unreadable(f"{path}: resumed has {at!r:.60}, which is not what a run writes")
     return info
 
 
@@ -526,25 +532,37 @@ def _strongest(m: Map) -> str:
 
 
 def _again(run: Run) -> Iterator[Block]:
-    begin = [word for word in run.command if word not in ("--resume", "--overwrite")]
     other = os.path.normpath(run.folder / ".." / f"{run.folder.resolve().name}-again")
-    elsewhere, rest = [], iter(begin)
-    for word in rest:
-        name, equals, _ = word.partition("=")
-        if name.replace("_", "-") != "--output-dir":
-            elsewhere.append(word)
-        elif not equals:
-            next(rest, "")
+    # The run's own config has what was changed, and paths that hold from anywhere.
+    begin = ["regard", "train", str(run.folder / "config.toml")]
+    go_on = ["regard", "train", "--resume", str(run.folder)]
+    # That of an older version lacks the changes; its command line has them.
+    if "options" not in run.info:
+        given = [word for word in run.command if word not in ("--resume", "--overwrite")]
+        begin, go_on = _without(given, "--output-dir"), [*given, "--resume"]
+    world_size = run.info.get("world") or 1
     text = []
     if commit := run.info.get("commit"):
         text += ["# the source of this version", f"git checkout {shlex.quote(commit)}"]
     text += ["# from the beginning, into another folder"]
-    text += [shlex.join([*elsewhere, "--output-dir", other])]
-    text += ["# on from its newest checkpoint, to the same bits", shlex.join([*begin, "--resume"])]
+    text += [launched([*begin, "--output-dir", other], world_size)]
+    text += ["# on from its newest checkpoint, to the same bits", launched(go_on, world_size)]
     text += ["# this page", shlex.join(["regard", "report", str(run.folder)])]
     yield Block("code", "\n".join(text), language="sh")
     config = toml(run.info.get("config") or {})
     yield Block("code", config, language="toml", folded="all settings, as resolved")
+
+
+def _without(command: Sequence[str], flag: str) -> list[str]:
+    """A command line that lacks this flag and its value."""
+    kept, rest = [], iter(command)
+    for word in rest:
+        name, equals, _ = word.partition("=")
+        if name.replace("_", "-") != flag:
+            kept.append(word)
+        elif not equals:
+            next(rest, "")
+    return kept
 
 
 # --- runs side by side ----------------------------------------------------------------------------
@@ -562,10 +580,19 @@ def differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
     each = []
     for run in runs:
         around = {name: run.info.get(name) for name in CIRCUMSTANCES}
-        each.append(around | flat(run.info.get("config") or {}))
+        each.append(around | _resumed(run) | flat(run.info.get("config") or {}))
     names = dict.fromkeys(name for settings in each for name in settings)
     rows = {name: [settings.get(name) for settings in each] for name in names}
     return {name: row for name, row in rows.items() if any(v != row[0] for v in row)}
+
+
+def _resumed(run: Run) -> dict[str, str]:
+    """The steps after which a run was resumed, each with the settings that were changed then."""
+    moments = []
+    for at in run.info.get("resumed", []):
+        changed = differences(at["changes"])
+        moments.append(f"after step {at['step']}" + (f" ({changed})" if changed else ""))
+    return {"resumed": ", ".join(moments)} if moments else {}
 
 
 def table(runs: Sequence[Run]) -> str:

@@ -319,16 +319,20 @@ def recipe_of(config: Config) -> Recipe | None:
 # --- written --------------------------------------------------------------------------------------
 
 
-def as_toml(config: Config) -> str:
-    """Every setting of a run as a file that can be trained from anywhere: paths begin at the root."""
+def rooted(config: Config) -> Config:
+    """The same settings with every path from the root, so that they mean the same files anywhere."""
     here = Path.cwd()
 
     def placed(table: dict[str, Any]) -> dict[str, Any]:
         return {n: str(here / x) if n == "folder" else x for n, x in table.items()}
 
     model, tokenizer = placed(config.model), placed(config.tokenizer)
-    whole = replace(config, data=config.data.under(here), model=model, tokenizer=tokenizer)
-    said = to_dict(whole)
+    return replace(config, data=config.data.under(here), model=model, tokenizer=tokenizer)
+
+
+def as_toml(config: Config) -> str:
+    """Every setting of a run as a file that can be trained from anywhere."""
+    said = to_dict(rooted(config))
     if config.train.epochs is not None:
         del said["train"]["steps"]
     return f"# regard {VERSION}: the settings of this run\n{toml(said)}\n"

@@ -34,7 +34,7 @@ from regard.machine import pick_device
 from regard.train.build import assemble
 from regard.train.checkpoint import clean, locked
 from regard.train.config import Config as RunConfig
-from regard.train.config import as_toml, check, configure, read
+from regard.train.config import as_toml, check, configure, read, rooted
 from regard.train.log import Log, parse, tracker
 from regard.train.optim import Schedule
 from regard.train.parallel import Lost, team_of
@@ -179,9 +179,14 @@ def _command(path: Path | None, folder: str | Path | None, changes: Mapping[str,
 
 def again(folder: Path) -> str:
     """What to type to go on with a run, by as many processes as there are here."""
-    world = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    started = [] if world == "1" else ["torchrun", "--nproc-per-node", world, "-m"]
-    return shlex.join([*started, "regard", "train", "--resume", str(folder)])
+    world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return launched(["regard", "train", "--resume", str(folder)], world_size)
+
+
+def launched(command: Sequence[str], world_size: int) -> str:
+    """A command line that starts so many processes."""
+    started = [] if world_size == 1 else ["torchrun", "--nproc-per-node", str(world_size), "-m"]
+    return shlex.join([*started, *command])
 
 
 def _go_on(trainer: Trainer, callbacks: Sequence[Callback]) -> str:
@@ -357,7 +362,7 @@ def run_info(
         "format": 1,
         "name": folder.name,
         "task": config.task,
-        "config": asdict(config),
+        "config": asdict(rooted(config)),
         **{n: getattr(config.train, n) for n in ("metric", "seed", "steps", "precision")},
         "options": options,
         "resumed": [*old.get("resumed", []), *([again] if resume else [])],

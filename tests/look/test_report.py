@@ -170,6 +170,12 @@ def test_broken_folder_is_one_sentence(tmp_path: Path, how: str, said: str) -> N
     assert said in str(error.value) and "\n" not in str(error.value) and error.value.code == 4
 
 
+@pytest.mark.parametrize("at", [3, {"step": 3}, {"changes": {}}, {"step": 3, "changes": {"a": 1}}])
+def test_resumption_that_no_run_wrote_is_one_sentence(tmp_path: Path, at: object) -> None:
+    with pytest.raises(Unreadable, match="resumed has .* not what a run writes"):
+        read(make(tmp_path / "run", resumed=[at]))
+
+
 def test_run_that_tells_little_still_has_a_page(tmp_path: Path) -> None:
     folder = make(tmp_path / "run", events(1))
     (folder / "run.json").write_text('{"format": 1}')
