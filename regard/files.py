@@ -73,6 +73,9 @@ def inside(path: Path) -> Path:
         )
     if real.exists() and not real.is_file():
         raise UsageError(f"{path} cannot be read: it is not a regular file")
+    if path.is_symlink() and not real.exists():
+        missing = f"it is a link to {real}, which does not exist"
+        raise UsageError(f"{path} cannot be read: {missing}; remove the link or restore the file")
     return real
 
 

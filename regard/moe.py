@@ -53,6 +53,12 @@ class MoE:
                 f"ffn.groups={self.groups} must divide ffn.experts={self.experts} and "
                 f"ffn.active_groups={self.active_groups} be between 1 and ffn.groups"
             )
+        within = self.experts // self.groups * self.active_groups
+        if self.active > within:
+            raise UsageError(
+                f"ffn.active={self.active} experts are to be chosen, but ffn.active_groups={self.active_groups} of "
+                f"ffn.groups={self.groups} hold {within}; choose fewer, or look at more groups"
+            )
 
     @property
     def all_shared(self) -> MLP:

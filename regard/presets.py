@@ -86,7 +86,8 @@ def build(
 
     build("gpt2", layers=2, dim=64, heads=4), build("t5-small", attention=GQA(8, 2)), build("bart-base",
     **{"decoder.layers": 3}). A plain name is changed in every place that has it (dropout: in attention, in the
-    stream, in the embedding); a dotted one names a single place. Widths that are not said follow `dim`."""
+    stream, in the embedding); a dotted one names a single place. Widths that are not said follow `dim`. Without
+    `device` it lies on torch's default one, as `with torch.device("meta"):` sets it."""
     family = ""
     if isinstance(preset, str):
         if preset not in PRESETS:
@@ -94,7 +95,7 @@ def build(
         family, make = PRESETS[preset]
         preset = make()
     config = customize(preset, changes)
-    with torch.device(device or "cpu"):
+    with torch.device(device or torch.get_default_device()):
         model = config.make()
     if model.towers and not next(model.parameters()).is_meta:
         model.start = FAMILIES[family].start if family else start_of(config)

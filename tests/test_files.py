@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import regard
 from regard.checkpoint import store
+from regard.cli.main import main as command
 from regard.errors import UsageError
 from regard.files import FILE_BYTES, JSON_BYTES, loads, model_folder, read_files
 from regard.text import Tokenizer
@@ -73,6 +74,35 @@ def test_link_inside_the_folder_is_followed(folder: Path) -> None:
     (folder / WEIGHTS).rename(folder / "here.safetensors")
     (folder / WEIGHTS).symlink_to("here.safetensors")
     assert regard.load(folder).config.tower.layers == 2
+
+
+def _dangling(path: Path) -> None:
+    path.symlink_to("gone")
+
+
+ODD = {
+    "dangling link": (_dangling, "does not exist"),
+    "directory": (Path.mkdir, "not a regular file"),
+    "pipe": (os.mkfifo, "not a regular file"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("name", [*FILES, WEIGHTS, store.INDEX])
+def test_odd_entry_of_a_folder_is_named_in_one_sentence(
+    name: str, kind: str, folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Whoever reads the folder: a model, its tokenizer, a command."""
+    make, why = ODD[kind]
+    (folder / name).unlink(missing_ok=True)
+    make(folder / name)
+    refused(folder, name, why)
+    if name not in (CONFIG, WEIGHTS, store.INDEX):
+        with pytest.raises(UsageError, match=why):
+            Tokenizer.from_folder(folder)
+    code = command(["generate", str(folder), "once"])
+    said = capsys.readouterr().err
+    assert code and name in said and "Traceback" not in said
 
 
 def test_link_to_itself_is_refused(folder: Path) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from regard.attention import GQA
 from regard.block import Tower
+from regard.errors import UsageError
 from regard.fast.train import checkpointed
 from regard.layers import LM
 from regard.models import Tokens, Transformer, TransformerConfig
@@ -68,6 +69,17 @@ def test_router_looks_into_the_best_groups_only() -> None:
     """Groups (3, -3), (2, 1), (0, 0) by their best expert: the first and second; 1 beats -3 within them."""
     chosen, _ = router([3.0, -3.0, 2.0, 1.0, 0.0, 0.0], active=3, groups=3, active_groups=2)
     assert chosen == [0, 2, 3]
+
+
+@pytest.mark.parametrize("active, groups, active_groups", [(3, 3, 1), (5, 3, 2), (2, 6, 1)])
+def test_more_experts_than_the_chosen_groups_hold_are_refused(
+    active: int, groups: int, active_groups: int
+) -> None:
+    """The rest would be experts of groups that were ruled out, at a weight of nothing."""
+    with pytest.raises(
+        UsageError, match=rf"ffn\.active={active} .* hold {6 // groups * active_groups}"
+    ):
+        MoE(6, active, 8, groups=groups, active_groups=active_groups)
 
 
 def test_router_with_sigmoid_ranks_groups_by_their_two_best() -> None:

@@ -313,6 +313,35 @@ def test_build_on_meta_holds_no_memory() -> None:
     assert {p.device.type for p in model.parameters()} == {"meta"}
 
 
+def test_ambient_device_is_where_models_are_made(tmp_path: Path) -> None:
+    """By every way in: a block, torch's default device; an argument wins over both."""
+    tiny = dict(layers=1, dim=8, heads=2, vocab=16)
+    folder = regard.build("gpt2", **tiny).save(tmp_path / "gpt2")
+
+    def devices(model: Any) -> set[str]:
+        return {p.device.type for p in model.parameters()}
+
+    with torch.device("meta"):
+        assert devices(regard.build("gpt2", **tiny)) == {"meta"}
+        assert devices(regard.load(folder)) == {"meta"}
+        assert devices(regard.build("gpt2", device="cpu", **tiny)) == {"cpu"}
+        here = regard.load(folder, device="cpu")
+    torch.set_default_device("meta")
+    try:
+        assert devices(regard.build("gpt2", **tiny)) == {"meta"}
+    finally:
+        torch.set_default_device(None)
+    assert devices(regard.build("gpt2", **tiny)) == {"cpu"}
+    for x, y in zip(here.parameters(), regard.load(folder).parameters(), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "bert-base", "vit-small"])
+def test_attention_to_a_source_is_refused_in_a_model_of_one_tower(preset: str) -> None:
+    with pytest.raises(UsageError, match=r"tower\.cross .* one tower"):
+        regard.build(preset, **{"tower.cross": regard.GQA(heads=2)})
+
+
 def test_build_with_the_same_seed_gives_the_same_weights() -> None:
     def state() -> dict[str, torch.Tensor]:
         torch.manual_seed(3)

@@ -60,8 +60,11 @@ def load(
     path: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None
 ) -> Model:
     """A model from a Hugging Face folder (or one that `model.save` wrote), in evaluation mode. The
-    weights keep the type they are stored in unless `dtype` says otherwise."""
+    weights keep the type they are stored in unless `dtype` says otherwise, and lie on torch's
+    default device unless `device` does."""
     folder = model_folder(path)
+    if device is None and torch.get_default_device().type != "cpu":
+        device = torch.get_default_device()
     theirs = read_json(folder / "config.json")
     model = read(theirs, store.weights(folder), device, dtype)
     model.origin.files = read_files(folder, CARRIED_FILES)
@@ -108,7 +111,7 @@ def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -
         if not isinstance(architecture, str) or architecture not in family.heads:
             known = f"of {kind}, known: {', '.join(family.heads)}"
             raise wrong(f"architecture {architecture!r}; {known}")
-        theirs, source = _unpacked(theirs, _modern(source, family), dtype)
+        theirs, source = _unpacked(theirs, _modern(source, family))
         _check_counts({k: v for k, v in theirs.items() if k in family.keys}, LAYERS, count)
         config, repeated = _settle(read_config(theirs, family, architecture), family, source)
         _check_counts(to_dict(config), ("experts",), count)
@@ -162,7 +165,7 @@ def _name_unknown(theirs: Data, known: Collection[str], what: str) -> None:
     notice(text)
 
 
-def _unpacked(theirs: Data, source: Source, dtype: torch.dtype | None) -> tuple[Data, Source]:
+def _unpacked(theirs: Data, source: Source) -> tuple[Data, Source]:
     """Plain weights for those that quantization_config says are packed, and the config without it."""
     packing = theirs.get("quantization_config")
     if not packing:
@@ -177,7 +180,7 @@ def _unpacked(theirs: Data, source: Source, dtype: torch.dtype | None) -> tuple[
             "with transformers: from_pretrained(...).dequantize(), then save_pretrained(...)"
         )
     rest = {key: value for key, value in theirs.items() if key != "quantization_config"}
-    return rest, store.unpacked(source, (block[0], block[1]), dtype or torch.bfloat16)
+    return rest, store.unpacked(source, (block[0], block[1]))
 
 
 def read_native(theirs: Data) -> Any:
@@ -334,11 +337,14 @@ def cast(model: Model, dtype: torch.dtype | None) -> Model:
 def _common_type(
     model: Model, steps: list[Step], source: Source, theirs: Data
 ) -> torch.dtype | None:
-    """None where all weights are stored in one type; else the one that the config says, or the widest."""
+    """None where all weights are stored in one type; else the one that the config says, or the widest. Weights in 8
+    bits follow the others, and become bfloat16 where there are none."""
     wide = wide_names(model)
-    kinds = {source[n].dtype for step in steps if not wide & set(step.ours) for n in step.theirs}
+    used = [source[n] for step in steps if not wide & set(step.ours) for n in step.theirs]
+    kinds = {x.dtype for x in used if not x.packed}
+    packed = any(x.packed for x in used)
     if len(kinds) < 2:
-        return None
+        return next(iter(kinds), torch.bfloat16) if packed else None
     named = getattr(torch, str(theirs.get("dtype") or theirs.get("torch_dtype")), None)
     return named if named in FLOATS else max(kinds, key=lambda kind: kind.itemsize)
 

@@ -48,19 +48,21 @@ class Stored:
     dtype: torch.dtype
     read: Callable[[Tensor | None], Tensor]
     nbytes: int = 0
+    # Made of 8-bit numbers and their scales: its type says nothing about that of the model.
+    packed: bool = False
 
 
 class Source(dict[str, Stored]):
     """Where tensors come from, by name: a folder, or a module in memory."""
 
-    scratch = torch.empty(0, dtype=torch.uint8)
+    scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def borrow(self, names: list[str]) -> list[Tensor]:
         """Tensors in a buffer that the next call uses again: buffers made and freed in turn would leave holes between
         the weights, up to their own size."""
         ends = [0, *itertools.accumulate(-(-self[name].nbytes // 64) * 64 for name in names)]
         if ends[-1] > len(self.scratch):
-            self.scratch = torch.empty(ends[-1], dtype=torch.uint8)
+            self.scratch = torch.empty(ends[-1], dtype=torch.uint8, device="cpu")
         places = zip(names, ends, strict=False)
         return [self[n].read(self.scratch[at : at + self[n].nbytes]) for n, at in places]
 
@@ -87,7 +89,8 @@ def _stored(path: Path, name: str, start: int, entry: dict[str, Any]) -> Stored:
     shape, dtype, (begin, end) = tuple(entry["shape"]), entry["dtype"], entry["data_offsets"]
 
     def read(raw: Tensor | None) -> Tensor:
-        raw = torch.empty(end - begin, dtype=torch.uint8) if raw is None else raw
+        if raw is None:
+            raw = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
         with path.open("rb") as file:
             file.seek(start + begin)
             if len(raw) and file.readinto(raw.numpy()) != len(raw):  # type: ignore[arg-type]
@@ -109,9 +112,9 @@ def memory(tensors: Mapping[str, Tensor]) -> Source:
 SCALE = "_scale_inv"
 
 
-def unpacked(source: Source, block: tuple[int, int], kind: torch.dtype) -> Source:
+def unpacked(source: Source, block: tuple[int, int]) -> Source:
     """A source whose 8-bit weights have a scale for each block (rows, columns) of them, as DeepSeek-V3's: each is read
-    as the product, in `kind`, and the scales are not among the tensors."""
+    as the product, in float32, and the scales are not among the tensors."""
     eight = (torch.float8_e4m3fn, torch.float8_e5m2)
     packed = [n for n, x in source.items() if n + SCALE in source and x.dtype in eight]
     scales = {name + SCALE for name in packed}
@@ -122,15 +125,14 @@ def unpacked(source: Source, block: tuple[int, int], kind: torch.dtype) -> Sourc
             has = f"of shape {shape} has scales of shape {scale}"
             fit = f"which does not fit blocks of {block[0]} x {block[1]}"
             raise UsageError(f"tensor {name} {has}, {fit}")
-        plain[name] = Stored(shape, kind, partial(_product, source, name, block, kind))
+        read = partial(_product, source, name, block)
+        plain[name] = Stored(shape, torch.float32, read, packed=True)
     return plain
 
 
-def _product(
-    source: Source, name: str, block: tuple[int, int], kind: torch.dtype, _: Tensor | None
-) -> Tensor:
+def _product(source: Source, name: str, block: tuple[int, int], _: Tensor | None) -> Tensor:
     weight, scales = source.borrow([name, name + SCALE])
-    whole = torch.empty(weight.shape, dtype=kind)
+    whole = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
     for i, scale in enumerate(scales.float()):
         at = slice(i * block[0], (i + 1) * block[0])
         whole[at] = weight[at].float() * scale.repeat_interleave(block[1])[: weight.shape[1]]
@@ -140,8 +142,9 @@ def _product(
 def _files(folder: Path) -> list[Path]:
     """The safetensors files of a folder: the index's shards, or the one file."""
     index = folder / INDEX
-    if not index.exists():
-        if (folder / WEIGHTS).is_file():
+    # What is there and cannot be read is refused by its own name, by the one who opens it.
+    if not os.path.lexists(index):
+        if os.path.lexists(folder / WEIGHTS):
             return [folder / WEIGHTS]
         check_converted(folder)
         raise UsageError(f"{folder} holds no {WEIGHTS}; is it a model folder?")
@@ -150,7 +153,7 @@ def _files(folder: Path) -> list[Path]:
         if name in ("", ".", "..") or Path(name).name != name or "\\" in name:
             why = "which is not a plain file name: files outside the folder are refused"
             raise UsageError(f"{index} names {name!r}, {why}")
-        if not (folder / name).is_file():
+        if not os.path.lexists(folder / name):
             raise UsageError(f"{index} names {name}, which is missing from {folder}")
     return [folder / name for name in names]
 

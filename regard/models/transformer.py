@@ -49,6 +49,13 @@ class TransformerConfig:
     max_len: Count | None = None  # the longest input
     kind: str = "transformer"
 
+    def __post_init__(self) -> None:
+        if self.tower.cross is not None:
+            raise UsageError(
+                "tower.cross attends to an encoder, and a model of one tower has none; leave it out, or build an "
+                'encoder-decoder, such as regard.build("vaswani-base"), whose decoder has it'
+            )
+
     def make(self) -> Transformer:
         return Transformer(self)
 

@@ -202,6 +202,20 @@ def test_fp8_blocks_are_the_products_with_their_scales(
         assert x.dtype == kind and torch.equal(x, meant[name].to(kind)), name
 
 
+def test_fp8_beside_float32_is_never_rounded_to_half(packed: tuple[Path, Any]) -> None:
+    """One norm in float32 makes the whole model float32: no weight may have gone through bfloat16 on its way."""
+    from tests.checkpoint.families import tensors
+
+    folder = packed[0]
+    stored = tensors(folder)
+    norms = [name for name in stored if name.endswith("norm.weight")]
+    save_file(stored | {norms[0]: stored[norms[0]].float()}, folder / "model.safetensors")
+    configure(folder, dtype="float32")
+    found, exact = regard.load(folder), regard.load(folder, dtype=torch.float32)
+    for (name, x), y in zip(found.named_parameters(), exact.parameters(), strict=True):
+        assert x.dtype == torch.float32 and torch.equal(x, y), name
+
+
 def test_fp8_is_unpacked_tensor_by_tensor(
     packed: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
