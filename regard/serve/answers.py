@@ -304,7 +304,11 @@ def chat_ids(
         why = f"{host.name} has no chat template; use /v1/completions"
         raise Refusal(400, why, "messages", "no_chat_template")
     told, data = told_tools(host.tokenizer.templates.get("default", ""), messages, tools)
-    return ids_of(app, host, encode_chat(host.tokenizer, told, tools=data))
+    try:
+        return ids_of(app, host, encode_chat(host.tokenizer, told, tools=data))
+    except OSError:
+        why = "no process could be begun for the chat template; come back later"
+        raise Refusal(503, why, code="overloaded", wait=1) from None
 
 
 def plain(message: shapes.Message) -> Data:

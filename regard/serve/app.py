@@ -25,6 +25,7 @@ from regard.serve import answers, shapes, tasks
 from regard.serve.edge import LOG, Exchange, Gone, Refusal
 from regard.serve.host import Host, Models, serves
 from regard.text import needed
+from regard.text.chat import TEMPLATES
 
 LOCAL = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?")
 # Nothing comes from elsewhere, nothing goes elsewhere, nothing runs that is not a file of ours.
@@ -58,6 +59,8 @@ class App(Models):
     def __init__(self, folders: Mapping[str, str | Path], **more: Any):
         super().__init__(folders, **more)
         self.draining, self.files = False, page_files()
+        # Now, since later there may be no file left for its pipes.
+        TEMPLATES.begin()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":

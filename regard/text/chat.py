@@ -15,8 +15,10 @@ from itertools import accumulate
 from typing import Any
 
 from regard.errors import UsageError, nearest
-from regard.text.template import CLOSE, MEMORY, OPEN, WORKER
+from regard.text import template as program
+from regard.text.template import CLOSE, MEMORY, OPEN
 from regard.text.tokenizer import Located, Tokenizer, check_unicode
+from regard.text.worker import Worker
 
 MAX_SOURCE = 1_000_000  # characters of a template
 MAX_LENGTH = 4_000_000  # characters of a prompt
@@ -38,6 +40,9 @@ CHATML = """{% for m in messages %}
 {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+# Where templates run; one for all, begun when it is first needed, or by a server when that begins.
+TEMPLATES = Worker("-P", program.__file__)
 
 Message = Mapping[str, Any]
 # Ids, and which of them the assistant said.
@@ -244,7 +249,7 @@ def render_chat(
     # Some templates want the arguments of a call as data, some as text.
     for form in (chat, [_worded(m) for m in chat]):
         variables = {**given, **tokenizer.tokens, "messages": form}
-        answer = WORKER.ask({**request, "variables": variables}, max_seconds)
+        answer = TEMPLATES.ask({**request, "variables": variables}, max_seconds)
         if "text" in answer:
             return answer["text"]
         if "error" not in answer or not any("tool_calls" in m for m in chat):

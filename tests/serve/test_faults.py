@@ -19,7 +19,9 @@ from regard.errors import Fault
 from regard.serve.app import listen
 from regard.serve.edge import Limits
 from regard.serve.host import Options
+from regard.text.chat import TEMPLATES
 from tests.serve.running import Client, running
+from tests.text.test_worker import many_files
 
 LONG = {"model": "demo", "prompt": "12 + 30", "max_tokens": 150, "logit_bias": {"0": -100}}
 SHORT = {"model": "demo", "prompt": "12 + 30", "max_tokens": 3, "temperature": 0}
@@ -420,3 +422,27 @@ def test_idle_connections_take_nothing_from_others() -> None:
             time.sleep(0.01)
         for sock in socks:
             sock.close()
+
+
+def test_a_chat_finds_its_template_whatever_became_of_the_process(demo: Client) -> None:
+    """With more files open than select.select can tell apart; and after somebody ended the process."""
+    body = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    with many_files():
+        TEMPLATES.end()
+        demo.post("/v1/chat/completions", body)
+    assert TEMPLATES.process is not None
+    TEMPLATES.process.kill()
+    TEMPLATES.process.wait()
+    demo.post("/v1/chat/completions", body)
+
+
+def test_no_process_for_a_template_is_a_reason_to_come_back(
+    demo: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    TEMPLATES.end()
+    with monkeypatch.context() as patch:
+        patch.setattr(TEMPLATES, "program", ("-c", "pass"))
+        status, headers, content = demo.request("POST", "/v1/chat/completions", body)
+        assert status == 503 and headers["retry-after"] and b"overloaded" in content
+    demo.post("/v1/chat/completions", body)
