@@ -40,10 +40,13 @@ class Options:
     cache_memory: float | None = None
     rows: int = 64  # answers that are written together
     queue: int = 256  # requests of a model that run and wait; more are told to come back
+    queue_tokens: int = 1 << 21  # tokens of their prompts
     streams: int = 1024  # streams that are open at once
     deadline: float = 600.0  # seconds for an answer
     drain: float = 30.0  # seconds for what runs when the server is told to end
     max_prompt: int = 131_072  # tokens of a prompt
+    # tokens of a text that others wait for: to embed, classify, fill, look at
+    max_whole: int = 4096
     max_n: int = 16  # answers to one prompt
     body: float = 2.0  # MiB of a request
     # answers do not depend, to the bit, on what else runs; slower, CPU alone
@@ -54,7 +57,9 @@ class Options:
 
 def run(options: Options) -> int:
     o = options
-    cli.check_counts(o, "rows", "queue", "streams", "max_prompt", "max_n")
+    cli.check_counts(
+        o, "rows", "queue", "queue_tokens", "streams", "max_prompt", "max_whole", "max_n"
+    )
     keys = None if o.keys is None else Path(o.keys)
     if o.new_key is not None:
         from regard.serve.edge import new_key
@@ -78,8 +83,9 @@ def run(options: Options) -> int:
     sock = listen(o.host, o.port)
     cache, memory = (None if x is None else x * GIB for x in (o.cache_memory, o.memory))
     how = HostOptions(**asdict(o.machine), rows=o.rows, invariant=o.invariant, cache_memory=cache)
-    same = {name: getattr(o, name) for name in ("queue", "streams", "deadline", "drain")}
-    limits = Limits(body=int(o.body * 2**20), prompt=o.max_prompt, n=o.max_n, **same)
+    same = ("queue", "queue_tokens", "streams", "deadline", "drain")
+    more = {name: getattr(o, name) for name in same} | {"whole": o.max_whole}
+    limits = Limits(body=int(o.body * 2**20), prompt=o.max_prompt, n=o.max_n, **more)
     more = {"start": list(named), "keys": keys, "memory": memory, "local": here}
     app = App({**named, **cli.pairs(o.also, "--also")}, options=how, limits=limits, **more)
     address = f"http://{o.host}:{sock.getsockname()[1]}"

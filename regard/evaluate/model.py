@@ -3,6 +3,7 @@ words behind masks, or where in a text the answer to a question stands."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -106,6 +107,11 @@ class Opened:
         # Without quantization there is one model.
         self.plain: Model = self.model if alone else model
         self.about = f"{place} ({why}), {self.precision}"
+
+    @functools.cached_property
+    def coder(self) -> Coder:
+        """Texts as ids; made once, as it copies the tokenizer."""
+        return Coder(needed(self.tokenizer))
 
     def compare(self, prompt: Any) -> str:
         """What quantization costs, in a line: perplexity of the prompt, or of the plain model's
@@ -227,7 +233,7 @@ class Rows:
     def __init__(self, opened: Opened, overlong: str):
         if overlong not in ("error", "truncate"):
             raise UsageError(f"overlong is {overlong!r}; choose error or truncate")
-        self.coder, self.overlong = Coder(needed(opened.tokenizer)), overlong
+        self.coder, self.overlong = opened.coder, overlong
         self.longest = context_of(opened.model)
 
     def __call__(
@@ -326,6 +332,20 @@ def embedded(
     return (F.normalize(vectors, dim=-1) if normalize else vectors).cpu().numpy()
 
 
+def grouped(rows: Sequence[Tensor], places: int) -> Iterator[list[Tensor]]:
+    """Rows one after the other, as many at a time as lie side by side in so many places; one at
+    least, however long."""
+    group, longest = list[Tensor](), 0
+    for row in rows:
+        if group and max(longest, len(row)) * (len(group) + 1) > places:
+            yield group
+            group, longest = [], 0
+        group.append(row)
+        longest = max(longest, len(row))
+    if group:
+        yield group
+
+
 def stacked(vectors: Sequence[np.ndarray | None]) -> np.ndarray:
     """(texts, width); rows of empty texts are NaN."""
     width = next((len(v) for v in vectors if v is not None), 0)
@@ -352,39 +372,56 @@ class Found(NamedTuple):
     score: float
 
 
-@torch.inference_mode()
 def fill(
     model: str | Path | Model | Opened, text: str, *, top: int = 5, device: str = "auto"
 ) -> list[Ranking]:
     """For each mask in the text the `top` most probable tokens and their probabilities. A mask is the tokenizer's own
     mask token, [MASK] or <mask>. `model` is a folder, a run's folder, or a model."""
-    opened = model if isinstance(model, Opened) else Opened(model, device=device)
-    net: Any = opened.model
-    if not isinstance(getattr(net.config, "head", None), MLM):
-        hint = 'an encoder-decoder writes instead: regard generate MODEL "..."'
-        if not net.reads_source:
-            hint = 'train one: a config with task = "mlm", then regard train CONFIG'
-        raise Fault(f"this model has no head that fills masks; {hint}", DATA)
-    tokenizer = needed(opened.tokenizer)
-    own, coder = tokenizer.tokens.get("mask_token"), Coder(tokenizer)
-    if own is None or coder.mask is None:
-        raise Fault("the tokenizer of this model has no mask token", DATA)
-    for mask in MASKS:
-        text = text.replace(mask, own)
-    ids, limit = torch.tensor(tokenizer.encode(text)), context_of(net)
-    places = (ids == coder.mask).nonzero()[:, 0]
-    if not len(places):
-        raise UsageError(f"the text has no mask; put {own} where a word is to be found")
-    if limit is not None and len(ids) > limit:
-        why = f"the text has {len(ids):,} tokens, the model's context is {limit:,}"
-        raise Fault(f"{why}; give fewer words around the mask", DATA)
-    if not 1 <= top <= coder.vocab:
-        raise UsageError(f"top is {top}; give a number from 1 to {coder.vocab:,}, the vocabulary")
-    place = next(net.parameters()).device
-    logits = net(ids[None].to(place))[0, places.to(place), : coder.vocab]
-    best = logits.float().softmax(-1).topk(top)
-    rows = zip(best.indices.tolist(), best.values.tolist())
-    return [list(zip(coder.tokens(row), values)) for row, values in rows]
+    filler = Filler(model if isinstance(model, Opened) else Opened(model, device=device))
+    return list(filler(filler.read(text), top))
+
+
+class Filler:
+    """An opened model that has a head which fills masks."""
+
+    def __init__(self, opened: Opened):
+        self.opened, self.model = opened, opened.model
+        if not isinstance(getattr(self.model.config, "head", None), MLM):
+            hint = 'an encoder-decoder writes instead: regard generate MODEL "..."'
+            if not self.model.reads_source:
+                hint = 'train one: a config with task = "mlm", then regard train CONFIG'
+            raise Fault(f"this model has no head that fills masks; {hint}", DATA)
+        own = needed(opened.tokenizer).tokens.get("mask_token")
+        mask = opened.coder.mask
+        if own is None or mask is None:
+            raise Fault("the tokenizer of this model has no mask token", DATA)
+        self.own, self.mask, self.coder = own, mask, opened.coder
+
+    def read(self, text: str) -> Tensor:
+        """Ids of a text that has masks."""
+        for mask in MASKS:
+            text = text.replace(mask, self.own)
+        ids, limit = torch.tensor(self.coder.tokenizer.encode(text)), context_of(self.model)
+        if not torch.eq(ids, self.mask).any():
+            why = f"put {self.own} where a word is to be found"
+            raise UsageError(f"the text has no mask; {why}")
+        if limit is not None and len(ids) > limit:
+            why = f"the text has {len(ids):,} tokens, the model's context is {limit:,}"
+            raise Fault(f"{why}; give fewer words around the mask", DATA)
+        return ids
+
+    @torch.inference_mode()
+    def __call__(self, ids: Tensor, top: int) -> Iterator[Ranking]:
+        """One mask after the other."""
+        vocab = self.coder.vocab
+        if not 1 <= top <= vocab:
+            raise UsageError(f"top is {top}; give a number from 1 to {vocab:,}, the vocabulary")
+        place = next(self.model.parameters()).device
+        places = torch.eq(ids, self.mask).nonzero()[:, 0].to(place)
+        logits = self.model(ids[None].to(place))[0, places, :vocab]
+        best = logits.float().softmax(-1).topk(top)
+        for row, values in zip(best.indices, best.values):
+            yield list(zip(self.coder.tokens(row.tolist()), values.tolist()))
 
 
 @torch.inference_mode()
@@ -410,7 +447,7 @@ def answer(
         raise Fault(f"this model has no head that finds answers; train one: {how}", DATA)
     if longest < 1:
         raise UsageError(f"longest is {longest}; give a number from 1")
-    coder = Coder(needed(opened.tokenizer))
+    coder = opened.coder
     (asked,), ((ids, places),) = coder.encode([question]), coder.located([context])
     if not asked or not ids:
         raise UsageError(f"the {'context' if asked else 'question'} is empty; give a text")

@@ -21,7 +21,7 @@ from regard.decode.check import context_of
 from regard.decode.generate import settings_for, special_of
 from regard.decode.settings import Request, Result
 from regard.serve import shapes
-from regard.serve.edge import Exchange, Refusal
+from regard.serve.edge import Exchange, Refusal, late
 from regard.serve.grammar import Reader, grammar_for, told_tools
 from regard.serve.host import Entry, Host, Models, Ran, Ticket, arrivals
 from regard.text import encode_chat, needed
@@ -87,32 +87,33 @@ class Ask:
         wake, tickets, model = asyncio.Event(), list[Ticket](), self.host.model
         more: Data = {"salt": self.salt, "priority": self.priority}
         more["deadline"] = time.monotonic() + self.app.limits.deadline
-        try:
-            for i, ids in enumerate(self.prompts):
-                request = Request(ids, self.settings, key=i, **more)
-                if model.reads_source:
-                    request.source = torch.tensor(ids, dtype=torch.long)
-                    request.ids = [special_of(model).start or 0]
-                request.mask = self.mask() if self.mask else None
-                tickets.append(Ticket(request, self.host.tokenizer, self.stop, live, wake))
-                self.host.submit(tickets[-1])
-            yield tickets
-        finally:
-            for ticket in tickets:
-                self.host.cancel(ticket)
-            self.x.first = min((t.first for t in tickets if t.first is not None), default=None)
-            self.app.spent(self.x, self.host, **self.usage)
-            if all(ticket.results is not None for ticket in tickets):
-                pairs = zip(self.prompts, tickets)
-                texts = [(ids, r.ids) for ids, ticket in pairs for r in ticket.results or []]
-                self.app.remember(self.name, Ran(self.x.who, self.host.name, texts))
+        with self.host.room(self.usage["prompt"]):
+            try:
+                for i, ids in enumerate(self.prompts):
+                    request = Request(ids, self.settings, key=i, **more)
+                    if model.reads_source:
+                        request.source = torch.tensor(ids, dtype=torch.long)
+                        request.ids = [special_of(model).start or 0]
+                    request.mask = self.mask() if self.mask else None
+                    tickets.append(Ticket(request, self.host.tokenizer, self.stop, live, wake))
+                    self.host.submit(tickets[-1])
+                yield tickets
+            finally:
+                for ticket in tickets:
+                    self.host.cancel(ticket)
+                self.x.first = min((t.first for t in tickets if t.first is not None), default=None)
+                self.app.spent(self.x, self.host, **self.usage)
+                if all(ticket.results is not None for ticket in tickets):
+                    pairs = zip(self.prompts, tickets)
+                    texts = [(ids, r.ids) for ids, ticket in pairs for r in ticket.results or []]
+                    self.app.remember(self.name, Ran(self.x.who, self.host.name, texts))
 
     def checked(self, results: list[Result]) -> list[Result]:
         """Results that are answers."""
         for result in results:
             self.usage["new"] += len(result.ids) * self.copies
             if result.finish == "deadline":
-                raise Refusal(408, f"no answer within {self.app.limits.deadline:g} seconds")
+                raise late(self.app.limits)
             if result.finish not in FINISH:
                 raise Refusal(500, f"the answer could not be completed: {result.error}")
         return results

@@ -48,6 +48,10 @@ class Limits:
     prompts: int = 128  # prompts of one request
     schema: int = 65_536  # bytes of a schema
     queue: int = 256  # requests that run and wait, for each model; more are told to come back
+    queue_tokens: int = 1 << 21  # of their prompts, for each model
+    whole: int = (
+        4096  # tokens of a text that is read in one piece: an encoder's, a vector's, a look's
+    )
     streams: int = 1024  # streams that are open
     deadline: float = 600.0  # seconds for an answer
     read_timeout: float = 30.0  # seconds for a body to come; for the head of a request, a third
@@ -72,6 +76,10 @@ class Refusal(Exception):
 def refused(error: UsageError, param: str | None = None) -> Refusal:
     """A mistake that the library found in a request; without its hints about commands."""
     return Refusal(400, re.sub(r" \(--[^()]*\)", "", str(error)), param)
+
+
+def late(limits: Limits) -> Refusal:
+    return Refusal(408, f"no answer within {limits.deadline:g} seconds")
 
 
 class Gone(Exception):

@@ -1,8 +1,10 @@
 """Models by name, for each the one thread that owns its engine, and tickets for requests that wait for its words.
 
-Everything that touches the engine is a job in the thread's inbox: requests and cancels before each step, and between
-two steps at most one piece of other work (vectors, labels, a look inside), so that streams go on beside it; looks take
-a fortieth of their time at most. What steps of a few milliseconds say goes to the event loop in one call."""
+Everything that touches the engine comes through the thread's inbox: requests and cancels before each step, and jobs
+(vectors, labels, a look inside). A job is a generator that stops after each piece, which reads no more tokens than a
+step does. Between two steps runs one piece of one job; jobs take turns, so that neither streams nor small jobs wait
+for a large one; looks take a fortieth of the time at most. A job whose client has left, or that is late, ends with its
+piece. What steps of a few milliseconds say goes to the event loop in one call."""
 
 from __future__ import annotations
 
@@ -13,10 +15,10 @@ import queue
 import threading
 import time
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,7 +32,7 @@ from regard.fast.invariant import invariant as steady
 from regard.files import resolve_model
 from regard.layers import LM, MLM, Classify
 from regard.machine import pick_device
-from regard.serve.edge import LOG, Exchange, Guard, Limits, Metrics, Refusal, refused
+from regard.serve.edge import LOG, Exchange, Guard, Limits, Metrics, Refusal, late, refused
 from regard.text import Stream, Tokenizer
 
 BACKLOG = 4096  # tokens of an answer that a client may leave unread
@@ -52,6 +54,36 @@ class Options:
     rows: int = 64  # answers that are written together
     cache_memory: float | None = None  # bytes of the cache, or a share of what is free
     invariant: bool = False  # answers do not depend, to the bit, on what else runs
+
+
+@dataclass
+class Job:
+    """Work between two steps, its result, and within what it must be there."""
+
+    pieces: Generator[None, None, Any]
+    limits: Limits
+    began: float = field(default_factory=time.monotonic)
+    result: Future[Any] = field(default_factory=Future)
+
+    def run(self) -> bool:
+        """The next piece; whether more follow."""
+        try:
+            if self.result.cancelled():
+                self.pieces.close()
+                return False
+            if time.monotonic() > self.began + self.limits.deadline:
+                self.pieces.close()
+                raise late(self.limits)
+            next(self.pieces)
+            return True
+        except BaseException as end:
+            # Its client may leave at any time.
+            with suppress(InvalidStateError):
+                if isinstance(end, StopIteration):
+                    self.result.set_result(end.value)
+                else:
+                    self.result.set_exception(end)
+            return False
 
 
 class Piece(NamedTuple):
@@ -151,6 +183,9 @@ class Host:
         plain = loaded(folder, pick_device(o.device)[0], o.dtype) if o.invariant else None
         self.opened = Opened(plain or folder, device=o.device, dtype=o.dtype, quantize=o.quantize)
         self.tokenizer = self.opened.tokenizer
+        if self.tokenizer is not None:
+            # Now, and not in front of the first request.
+            self.opened.coder  # noqa: B018
         self.model: Any = self.opened.model
         self.engine: Engine | None = None
         head, tower = (getattr(self.model.config, name, None) for name in ("head", "tower"))
@@ -173,11 +208,11 @@ class Host:
         self.tickets: dict[int, Ticket] = {}
         self.said: list[Said] = []
         self.told = 0.0
-        self.open: set[Ticket] = set()  # of the event loop
-        self.working = 0  # pieces of other work that wait
+        # Of the event loop: tickets that are not done; requests that have room here, and their tokens.
+        self.open: set[Ticket] = set()
+        self.requests = self.tokens = 0
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.jobs: deque[Callable[[], None]] = deque()
-        self.looks, self.next_look = deque[Callable[[], None]](), 0.0
+        self.jobs, self.looks, self.next_look = deque[Job](), deque[Job](), 0.0
         self.ended = self.closing = False
         self.dead: str | None = None
         self.thread = threading.Thread(target=self._run, name=f"engine of {name}", daemon=True)
@@ -191,24 +226,41 @@ class Host:
         weights = {t.data_ptr(): t.nbytes for t in tensors}
         return sum(weights.values()) + (0 if pool is None else pool.nbytes)
 
+    @property
+    def places(self) -> int:
+        """Tokens of a piece of work: as many as a step of the engine reads."""
+        if self.engine is not None:
+            return self.engine.chunk
+        return 512 if next(self.model.parameters()).device.type == "cpu" else 16384
+
     def token(self, index: int) -> bytes:
         """The bytes of a token."""
         if index not in self.known and self.tokenizer is not None:
             self.known[index] = self.tokenizer.token_bytes(index)
         return self.known.get(index, b"")
 
-    def submit(self, ticket: Ticket) -> None:
-        """Put a request into the engine's queue; what is wrong with it becomes its fault. Who submits also cancels."""
-        self.check_room()
-        self.open.add(ticket)
-        self.inbox.put(lambda: self._enter(ticket))
-
-    def check_room(self) -> None:
+    @contextmanager
+    def room(self, tokens: int) -> Iterator[None]:
+        """Room for a request of so many tokens, given back at its end; or it is told to come back."""
+        limits = self.models.limits
         if self.dead is not None or self.closing:
             raise Refusal(503, f"{self.name} is not being served now", code="unavailable", wait=5)
-        if (count := len(self.open) + self.working) >= self.models.limits.queue:
-            why = f"{self.name} has {count} requests; come back later"
-            raise Refusal(429, why, code="queue_full", wait=1)
+        full = self.requests >= limits.queue
+        # Alone a request may be as large as its own limits let it.
+        if full or (self.requests and self.tokens + tokens > limits.queue_tokens):
+            why = f"{self.name} has {self.requests} requests of {self.tokens:,} tokens"
+            raise Refusal(429, f"{why}; come back later", code="queue_full", wait=1)
+        self.requests, self.tokens = self.requests + 1, self.tokens + tokens
+        try:
+            yield
+        finally:
+            self.requests, self.tokens = self.requests - 1, self.tokens - tokens
+
+    def submit(self, ticket: Ticket) -> None:
+        """Put a request that has room into the engine's queue; what is wrong with it becomes its fault. Who submits
+        also cancels."""
+        self.open.add(ticket)
+        self.inbox.put(lambda: self._enter(ticket))
 
     def cancel(self, ticket: Ticket) -> None:
         """Take a request out, if it is not done."""
@@ -216,26 +268,21 @@ class Host:
         if ticket.results is None:
             self.inbox.put(lambda: self._cancel(ticket))
 
-    async def work(self, job: Callable[[], T], param: str = "input", look: bool = False) -> T:
-        """What a function gives that needs the model, run between two steps; a mistake in `param` is named."""
-        future: Future[T] = Future()
-
-        def run() -> None:
+    async def work(
+        self,
+        pieces: Generator[None, None, T],
+        tokens: int,
+        param: str = "input",
+        look: bool = False,
+    ) -> T:
+        """What a job returns that reads so many tokens; a mistake in `param` is named."""
+        with self.room(tokens):
+            job = Job(pieces, self.models.limits)
+            self.inbox.put(lambda: (self.looks if look else self.jobs).append(job))
             try:
-                if future.set_running_or_notify_cancel():
-                    future.set_result(job())
-            except BaseException as error:
-                future.set_exception(error)
-
-        self.check_room()
-        self.working += 1
-        try:
-            self.inbox.put(lambda: (self.looks if look else self.jobs).append(run))
-            return await asyncio.wrap_future(future)
-        except UsageError as error:
-            raise refused(error, param) from None
-        finally:
-            self.working -= 1
+                return await asyncio.wrap_future(job.result)
+            except UsageError as error:
+                raise refused(error, param) from None
 
     def close(self) -> None:
         """End the thread after what it does now; those who wait are told."""
@@ -255,8 +302,9 @@ class Host:
                 self.inbox.get_nowait()()
         for ticket in self.tickets.values():
             ticket.loop.call_soon_threadsafe(ticket.fail, fault)
-        for run in (*self.jobs, *self.looks):
-            run()
+        for job in (*self.jobs, *self.looks):
+            with suppress(InvalidStateError):
+                job.result.set_exception(fault)
 
     def _round(self) -> None:
         with suppress(queue.Empty):
@@ -270,15 +318,21 @@ class Host:
                 self.inbox.get_nowait()()
         writes, began = self.engine is not None and not self.engine.idle, time.monotonic()
         if self.looks and (began >= self.next_look or not (writes or self.jobs)):
-            self.looks.popleft()()
+            self._piece(self.looks)
             self.next_look = time.monotonic() + PAUSE * (time.monotonic() - began)
         elif self.jobs:
-            self.jobs.popleft()()
+            self._piece(self.jobs)
         if self.engine is not None and writes:
             try:
                 self._tell(self.engine.step())
             except Exception as error:
                 self._tell(self._fault(self.engine, error))
+
+    def _piece(self, jobs: deque[Job]) -> None:
+        """A piece of the job whose turn it is; the next one is another's."""
+        job = jobs.popleft()
+        if job.run():
+            jobs.append(job)
 
     def _fault(self, engine: Engine, error: Exception) -> list[Event]:
         """A step raised, and all is as before it. Fewer run together until the one at fault is alone, which ends."""
@@ -378,7 +432,7 @@ class Models:
         """Take a model out when what runs on it is done."""
         host, end = self.host(name), time.monotonic() + self.limits.drain
         host.closing = True
-        while (host.open or host.working) and time.monotonic() < end:
+        while host.requests and time.monotonic() < end:
             await asyncio.sleep(0.05)
         self.hosts.pop(name).close()
         gc.unfreeze()
@@ -399,12 +453,12 @@ class Models:
             raise Refusal(400, why, "model")
         return host
 
-    async def worker(self, job: Callable[[], T]) -> T:
-        """Run something that takes time beside the event loop."""
+    async def worker(self, job: Callable[[], T], param: str | None = None) -> T:
+        """Run something that takes time beside the event loop; a mistake in `param` is named."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self.pool, job)
         except UsageError as error:
-            raise refused(error) from None
+            raise refused(error, param) from None
         except RecursionError:
             raise Refusal(400, "the body is nested too deep; send it flatter") from None
 

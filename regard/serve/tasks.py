@@ -1,68 +1,114 @@
 """What encoders, encoder-decoders and eyes are asked for: vectors, translations, labels, words behind masks, attention;
-and, by an admin, models in and out. The model works between two steps of its engine."""
+and, by an admin, models in and out.
+
+Texts become ids in a worker, some at a time; then the model works between two steps of its engine, in pieces. What a
+piece finds becomes a part of the answer at once, as JSON, so that nothing large is left for the end."""
 
 from __future__ import annotations
 
 import base64
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from msgspec import Raw, json
+from torch import Tensor
 
 from regard.decode.check import check_tokens, written
 from regard.decode.generate import default_length, special_of
 from regard.decode.settings import Result
 from regard.errors import UsageError
-from regard.evaluate.model import Classifier, Embedder, embedded, fill
+from regard.evaluate.model import Classifier, Embedder, Filler, embedded, grouped
 from regard.see.look import Given, align, cross_site, named
 from regard.see.page import maps as exact_maps
 from regard.see.probe import Probe
 from regard.serve import shapes
 from regard.serve.answers import Ask, chat_logprobs, entries_of, ids_of, prompts_of, shown
 from regard.serve.edge import Exchange, Refusal
-from regard.serve.host import Models
+from regard.serve.host import Host, Models
 from regard.text import needed
 
 CELLS = 4 << 20  # numbers of maps in one answer
+PIECE = 1 << 16  # characters that are tokenised, and numbers that are written as JSON, at a time
 LARGE = "these maps are too large for one answer; name layers, heads or rows"
+R = TypeVar("R")
+Pieces = Generator[None, None, R]
+
+
+async def in_turn(
+    app: Models, given: Sequence[Any], read: Callable[[Sequence[Any], int], list[R]]
+) -> list[R]:
+    """What `read` makes of texts (or lists of ids), some at a time, so that those of others come in between; it is told
+    how many there were before."""
+    found, start, size = list[R](), 0, 0
+    for i, each in enumerate(given):
+        size += len(each)
+        if size >= PIECE or i == len(given) - 1:
+            some, before = given[start : i + 1], start
+            found += await app.worker(lambda: read(some, before), "input")  # noqa: B023 - it is awaited
+            start, size = i + 1, 0
+    return found
+
+
+def check_whole(app: Models, sizes: Sequence[int], param: str = "input") -> None:
+    """A text that is read in one piece has so many tokens at most: others wait for it."""
+    if (longest := max(sizes, default=0)) > app.limits.whole:
+        most = f"this server reads at most {app.limits.whole:,} in one piece"
+        raise Refusal(400, f"a text has {longest:,} tokens; {most}", param)
 
 
 async def embeddings(app: Models, x: Exchange, body: shapes.Embedding) -> None:
     host = app.host(body.model)
-    given: list[Any] = [body.input] if isinstance(body.input, str) else body.input
+    given: Any = body.input
+    if isinstance(given, str) or all(isinstance(i, int) for i in given):
+        given = [given]
     if any(isinstance(i, str) and not i.strip() for i in given):
         raise Refusal(400, "input has an empty text; give at least one token", "input")
-    embedder = Embedder(host.opened, normalize=True)
+    embedder = await app.worker(lambda: Embedder(host.opened, normalize=True), "model")
+    texts, longest = all(isinstance(i, str) for i in given), embedder.rows.longest
 
-    def read() -> list[list[int]]:
-        if all(isinstance(i, str) for i in given):
-            return [row.tolist() for row in embedder.rows(given) if row is not None]
-        return prompts_of(app, host, given)
-
-    ids, longest = await app.worker(read), embedder.rows.longest
-
-    def run() -> np.ndarray:
-        for row in ids:
+    def read(some: Sequence[Any], start: int) -> list[Tensor]:
+        if texts:
+            return [row for row in embedder.rows(some, start, "input") if row is not None]
+        rows = prompts_of(app, host, some)
+        for row in rows:
             check_tokens(row, written(embedder.model).vocab)
             if longest is not None and len(row) > longest:
                 context = f"the model's context is {longest}"
                 raise UsageError(f"a text of input has {len(row)} tokens, {context}; shorten it")
-        rows = [torch.tensor(row) for row in ids]
-        return embedded(embedder.model, rows, embedder.normalize, embedder.pooling)
+        return [torch.tensor(row) for row in rows]
 
-    vectors = await host.work(run)
-    if body.dimensions is not None and body.dimensions != vectors.shape[1]:
-        why = f"the vectors of {host.name} have {vectors.shape[1]} numbers; leave dimensions out"
-        raise Refusal(400, why, "dimensions")
-    if not np.isfinite(vectors).all():
-        raise Refusal(500, "a vector is not finite")
-    coded, used = body.encoding_format == "base64", sum(map(len, ids))
-    data = [base64.b64encode(v.tobytes()).decode() if coded else v.tolist() for v in vectors]
-    app.spent(x, host, prompt=used)
-    rows = [{"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(data)]
-    usage = {"prompt_tokens": used, "total_tokens": used}
-    await x.json({"object": "list", "data": rows, "model": host.name, "usage": usage})
+    rows = await in_turn(app, given, read)
+    sizes = [len(row) for row in rows]
+    check_whole(app, sizes)
+    vectors = await host.work(_vectors(host, embedder, rows, body), sum(sizes))
+    data = [{"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(vectors)]
+    app.spent(x, host, prompt=sum(sizes))
+    usage = {"prompt_tokens": sum(sizes), "total_tokens": sum(sizes)}
+    await x.json({"object": "list", "data": data, "model": host.name, "usage": usage})
+
+
+def _vectors(
+    host: Host, embedder: Embedder, rows: Sequence[Tensor], body: shapes.Embedding
+) -> Pieces[list[Raw]]:
+    found, coded = list[Raw](), body.encoding_format == "base64"
+    for group in grouped(rows, host.places):
+        vectors = embedded(embedder.model, group, embedder.normalize, embedder.pooling)
+        if body.dimensions not in (None, vectors.shape[1]):
+            why = (
+                f"the vectors of {host.name} have {vectors.shape[1]} numbers; leave dimensions out"
+            )
+            raise Refusal(400, why, "dimensions")
+        if not np.isfinite(vectors).all():
+            raise Refusal(500, "a vector is not finite")
+        for v in vectors:
+            found.append(
+                Raw(json.encode(base64.b64encode(v.tobytes()).decode() if coded else v.tolist()))
+            )
+        yield
+    return found
 
 
 async def translations(app: Models, x: Exchange, body: shapes.Translation) -> None:
@@ -90,38 +136,62 @@ async def translations(app: Models, x: Exchange, body: shapes.Translation) -> No
         for i, r in enumerate(results)
     ]
     if body.align:
-        tokenizer = needed(host.tokenizer)
-
-        def pairs() -> list[list[tuple[int, int]]]:
-            site, both = cross_site(model), zip(lines, results)
-            return [align(model, tokenizer, site, a, r) if r.ids else [] for a, r in both]
-
-        for row, words in zip(data, await host.work(pairs, "align")):
-            row["align"] = words
+        sizes = [len(prompt) for prompt in ask.prompts]
+        words = await host.work(_aligned(host, lines, results), sum(sizes), "align")
+        for row, pairs in zip(data, words):
+            row["align"] = pairs
     await x.json({**about, "data": data, "usage": ask.spent()})
+
+
+def _aligned(
+    host: Host, lines: Sequence[str], results: Sequence[Result]
+) -> Pieces[list[list[tuple[int, int]]]]:
+    tokenizer, site, found = needed(host.tokenizer), cross_site(host.model), []
+    for line, result in zip(lines, results):
+        found.append(align(host.model, tokenizer, site, line, result) if result.ids else [])
+        yield
+    return found
 
 
 async def classify(app: Models, x: Exchange, body: shapes.Classification) -> None:
     host = app.host(body.model)
+    classifier = await app.worker(lambda: Classifier(host.opened, name=host.name), "input")
+    if classifier.pictures is not None:
+        raise Refusal(400, f"{host.name} reads pictures, which this server does not take", "input")
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    rows = await in_turn(app, texts, lambda some, start: classifier.read(some, start, "input"))
+    sizes = [0 if row is None else len(row) for row in rows]
+    check_whole(app, sizes)
 
-    def run() -> list[Any]:
-        classifier = Classifier(host.opened, name=host.name)
-        if classifier.pictures is not None:
-            raise UsageError(f"{host.name} reads pictures, which this server does not take")
-        texts = [body.input] if isinstance(body.input, str) else body.input
-        return classifier(classifier.read(texts, name="input"))
+    def run() -> Pieces[list[Raw]]:
+        rankings = list[Raw]()
+        for group in grouped([row for row in rows if row is not None], host.places):
+            for ranking in classifier(group):
+                labels = [{"label": n, "score": p} for n, p in ranking[: body.top]]
+                rankings.append(Raw(json.encode(labels)))
+            yield
+        return rankings
 
-    data = [
-        {"index": i, "labels": [{"label": n, "score": p} for n, p in ranking[: body.top]]}
-        for i, ranking in enumerate(await host.work(run))
-    ]
+    found = iter(await host.work(run(), sum(sizes)))
+    each = [next(found) if size else [] for size in sizes]
+    data = [{"index": i, "labels": labels} for i, labels in enumerate(each)]
     await x.json({"object": "list", "model": host.name, "data": data})
 
 
 async def fill_masks(app: Models, x: Exchange, body: shapes.Fill) -> None:
     host = app.host(body.model)
-    masks = await host.work(lambda: fill(host.opened, body.input, top=body.top))
-    data = [[{"token": token, "score": p} for token, p in mask] for mask in masks]
+    filler = await app.worker(lambda: Filler(host.opened), "input")
+    ids = await app.worker(lambda: filler.read(body.input), "input")
+    check_whole(app, [len(ids)])
+
+    def run() -> Pieces[list[Raw]]:
+        data = list[Raw]()
+        for mask in filler(ids, body.top):
+            data.append(Raw(json.encode([{"token": token, "score": p} for token, p in mask])))
+            yield
+        return data
+
+    data = await host.work(run(), len(ids))
     await x.json({"object": "list", "model": host.name, "data": data})
 
 
@@ -154,8 +224,10 @@ async def look(app: Models, x: Exchange, body: shapes.Look) -> None:
     device = next(model.parameters()).device
     chosen: dict[str, Any] = {"layers": body.layers, "heads": body.heads, "rows": body.rows}
 
+    check_whole(app, [len(ids), len(source or ())], "id" if body.input is None else "input")
+
     @torch.inference_mode()
-    def run() -> dict[str, Any]:
+    def run() -> Pieces[dict[str, Any]]:
         check_tokens(ids, written(model).vocab)
         longest = getattr(model.config, "max_len", None)
         if longest is not None and len(ids) > longest:
@@ -167,12 +239,24 @@ async def look(app: Models, x: Exchange, body: shapes.Look) -> None:
         more = {} if source is None else {"source": torch.tensor([source], device=device)}
         probe = Probe(**chosen, what=body.what)
         model.hidden(torch.tensor([ids], device=device), probe=probe, **more)
-        maps = {site: each[0][0].float() for site, each in probe.of(body.what).items()}
-        if sum(m.numel() for m in maps.values()) > CELLS:
+        found = {site: each[0][0].float() for site, each in probe.of(body.what).items()}
+        if sum(m.numel() for m in found.values()) > CELLS:
             raise UsageError(LARGE)
-        return {site: torch.nan_to_num(m, neginf=-1e9).tolist() for site, m in maps.items()}
+        yield
+        maps, size = dict[str, list[list[Raw]]](), 0
+        for site, each in found.items():
+            maps[site] = []
+            for head in torch.nan_to_num(each, neginf=-1e9):
+                maps[site].append([])
+                for row in head:
+                    maps[site][-1].append(Raw(json.encode(row.tolist())))
+                    size += len(row)
+                    if size > PIECE:
+                        size = 0
+                        yield
+        return maps
 
-    def views() -> list[dict[str, Any]]:
+    def views() -> Pieces[list[dict[str, Any]]]:
         """The row of the last token of an answer never ran."""
         fed = ids[:-1] if body.id is not None or start else ids
         names = [named(tokenizer, i) for i in ids]
@@ -180,13 +264,14 @@ async def look(app: Models, x: Exchange, body: shapes.Look) -> None:
         if source is not None:
             more: Any = {"source": [named(tokenizer, i) for i in source], "written": names[1:]}
             about = replace(about, source_ids=torch.tensor([source], device=device), **more)
+        yield
         return exact_maps(model, about, None if start else begins or None, most=CELLS, **chosen)
 
-    kind = {"object": "attention", "model": host.name}
+    kind, size = {"object": "attention", "model": host.name}, len(ids) + len(source or ())
     if body.encoding_format == "base64":
-        await x.json({**kind, "views": await host.work(views, "layers", look=True)})
+        await x.json({**kind, "views": await host.work(views(), size, "layers", look=True)})
         return
-    maps = await host.work(run, "layers", look=True)
+    maps = await host.work(run(), size, "layers", look=True)
     shown_as = {"tokens": ids} | ({} if source is None else {"source": source})
     texts = {name: [shown(host.token(i)) for i in row] for name, row in shown_as.items()}
     await x.json({**kind, "what": body.what, **texts, "answer": begins, "maps": maps})

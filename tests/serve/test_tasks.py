@@ -94,7 +94,7 @@ def test_translations_with_alignment(client: Client, folders: dict[str, Path]) -
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/embeddings", {"model": "words", "input": ["a", ""]}, "input"),
     ("/v1/embeddings", {"model": "words", "input": [[10**6]]}, "input"),
-    ("/v1/embeddings", {"model": "words", "input": "dog " * 200}, None),
+    ("/v1/embeddings", {"model": "words", "input": "dog " * 200}, "input"),
     ("/v1/embeddings", {"model": "words", "input": "a", "dimensions": 7}, "dimensions"),
     ("/v1/classify", {"model": "words", "input": "a"}, "input"),
     ("/v1/fill", {"model": "words", "input": "no mask"}, "input"),
@@ -171,7 +171,7 @@ def test_looks_leave_others_their_time(demo: Client) -> None:
         assert thread.is_alive(), "the answer was there before anybody could look"
     demo.post("/v1/look", {"model": "demo", "input": "12 + 30 = 42", "rows": [-1]})
     thread.join()
-    assert idle == [True]
+    assert set(idle) == {True}
     while host.next_look == float("inf"):
         assert host.thread.is_alive()
 
