@@ -6,6 +6,7 @@ import logging
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +33,7 @@ class Options:
     host: str = "127.0.0.1"  # the address to listen on; others than this machine's need --keys
     port: int = 8000  # 0: any that is free
     keys: cli.FileName = None  # file of API keys, hashed; read again when it changes
+    no_keys: cli.Switch = False  # whoever reaches another --host than this machine's may ask
     new_key: cli.Text = None  # make a key of this name in --keys, print it, and end
     admin: cli.Switch = False  # of --new-key: it may load and unload models
     also: cli.Pairs = ()  # models that can be loaded later: POST /admin/load {"model": NAME}
@@ -71,9 +73,14 @@ def run(options: Options) -> int:
     named = folders(o.models)
     if not named:
         raise UsageError("give a model folder, or demo: regard serve demo")
-    here = o.host in ("127.0.0.1", "::1", "localhost")
-    if not here and keys is None:
-        say(f"warning: whoever reaches {o.host} can use this server; --keys asks for a key")
+    here = loopback(o.host)
+    if keys is not None and o.no_keys:
+        raise UsageError("--keys and --no-keys cannot both be; leave one out")
+    if not here and keys is None and not o.no_keys:
+        so = "make keys (--keys keys.json --new-key NAME) and give --keys keys.json"
+        raise UsageError(
+            f"whoever reaches {o.host} could use this server; {so}, or --no-keys if you mean it"
+        )
 
     from regard.serve.app import App, listen, serve
     from regard.serve.edge import Limits
@@ -91,6 +98,14 @@ def run(options: Options) -> int:
     address = f"http://{o.host}:{sock.getsockname()[1]}"
     say(f"{', '.join(app.hosts)} at {address}/v1   Ctrl-C ends")
     return serve(app, sock)
+
+
+def loopback(host: str) -> bool:
+    """Whether an address is of this machine alone."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def say(text: str) -> None:

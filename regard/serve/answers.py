@@ -78,7 +78,10 @@ class Ask:
             raise Refusal(400, f"{why} {longest}; send less", code="context_length_exceeded")
         whose = f"{x.who}\0{given.get('user', '')}"
         self.salt = hashlib.sha256(whose.encode()).hexdigest()
-        self.priority = given.get("priority", 0)
+        self.priority, most = given.get("priority", 0), x.user.priority if x.user else 0
+        if self.priority > most:
+            why = f"priority is {self.priority}; the largest of this key is {most}"
+            raise Refusal(400, why, "priority")
         self.created, self.usage = int(time.time()), {"prompt": sum(map(len, prompts)), "new": 0}
 
     @asynccontextmanager
@@ -108,22 +111,23 @@ class Ask:
                     texts = [(ids, r.ids) for ids, ticket in pairs for r in ticket.results or []]
                     self.app.remember(self.name, Ran(self.x.who, self.host.name, texts))
 
-    def checked(self, results: list[Result]) -> list[Result]:
+    def checked(self, ticket: Ticket) -> list[Result]:
         """Results that are answers."""
-        for result in results:
+        for result in ticket.results or []:
             self.usage["new"] += len(result.ids) * self.copies
             if result.finish == "deadline":
                 raise late(self.app.limits)
             if result.finish not in FINISH:
-                raise Refusal(500, f"the answer could not be completed: {result.error}")
-        return results
+                why = f"the answer could not be completed: {result.error}"
+                raise Refusal(500, why) from ticket.cause
+        return ticket.results or []
 
     async def results(self) -> list[list[Result]]:
         """All answers, of each prompt."""
         async with self.tickets(live=False) as tickets:
             async for _ in arrivals(tickets):
                 pass
-            return [self.checked(ticket.results or []) for ticket in tickets]
+            return [self.checked(ticket) for ticket in tickets]
 
     async def said(self, stream: bool) -> AsyncIterator[list[Said]]:
         """What the answers say while they are made, or, where it is not streamed, each when it is complete."""
@@ -132,7 +136,8 @@ class Ask:
             async for come in arrivals(tickets):
                 batch: list[Said] = []
                 for i, pieces, results in come:
-                    pieces, ends = pieces if stream else [], self.checked(results or [])
+                    pieces = pieces if stream else []
+                    ends = self.checked(tickets[i]) if results is not None else []
                     for k in sorted({p.sample for p in pieces} | set(range(len(ends)))):
                         new, at, finish = [p for p in pieces if p.sample == k], i * self.n + k, ""
                         text = "".join(p.text for p in new)

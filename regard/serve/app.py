@@ -11,6 +11,8 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ from regard.decode.check import context_of
 from regard.errors import ENVIRONMENT, VERSION, Fault, nearest
 from regard.see import page
 from regard.serve import answers, shapes, tasks
-from regard.serve.edge import LOG, Exchange, Gone, Refusal
+from regard.serve.edge import LOG, Exchange, Gone, Refusal, labelled
 from regard.serve.host import Host, Models, serves
 from regard.text import needed
 from regard.text.chat import TEMPLATES
@@ -37,9 +39,19 @@ POLICY: dict[str, Any] = {
     "cache-control": "no-cache",
 }
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+# Of the tokens that are counted: our word, and vLLM's.
+COUNTED = {"prompt": "prompt", "new": "generation"}
 # Of regard/see/web.
 SHARED = "base.css colours.css look.css "
 SHARED += "data.js dom.js map.js overview.js palette.js row.js scale.js"
+
+
+def own_name(host: str) -> bool:
+    """Whether a Host header is an address, or this machine's name."""
+    name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
+    with suppress(ValueError):
+        return bool(ip_address(name.strip("[]")))
+    return name.lower() in ("localhost", socket.gethostname().lower(), socket.getfqdn().lower())
 
 
 def page_files() -> dict[str, tuple[bytes, str]]:
@@ -81,8 +93,9 @@ class App(Models):
             except Gone:
                 raise
             except Exception as error:
-                LOG.error("%s failed: %s", x.id, type(error).__name__)
-                await x.refuse(Refusal(500, f"the server failed; its log has {x.id}"))
+                fault = Refusal(500, "the server failed; its log says why", code="internal_error")
+                fault.__cause__ = error
+                await x.refuse(fault)
         except (Gone, asyncio.CancelledError) as gone:
             x.note["gone"] = True
             if isinstance(gone, asyncio.CancelledError):
@@ -100,6 +113,9 @@ class App(Models):
             raise Refusal(403, "this server answers to localhost alone")
         if origin is not None and origin.partition("://")[2] != host:
             raise Refusal(403, "requests from other pages are not answered")
+        if origin is not None and self.guard.path is None and not own_name(host):
+            # Its page may be a stranger's, who has given a name of theirs this machine's address.
+            raise Refusal(403, "without keys, pages are answered by this machine's address or name")
         if path in self.files and method in ("GET", "HEAD"):
             content, kind = self.files[path]
             await x.reply(content, kind, **POLICY)
@@ -121,19 +137,26 @@ class App(Models):
             await route.run(self, x)
         else:
             body = await x.read(route.shape)
+            if body.model in self.folders:
+                x.note["model"] = body.model
             await x.unless_gone(route.run(self, x, body))
 
     def count(self, x: Exchange) -> None:
         """Metrics and one line of log; neither holds a word of a prompt."""
         note, seconds = x.note, asyncio.get_running_loop().time() - x.began
         path, status = note.pop("path", "other"), x.status or 499
-        self.metrics.add("requests_total", path=path, status=status)
-        self.metrics.time("request", seconds)
+        model = note.get("model", "")
+        self.metrics.add("regard_requests_total", model=model, path=path, status=status)
+        self.metrics.time("regard_request_seconds", seconds, model=model)
         if x.first is not None:
-            self.metrics.time("first_token", x.first - x.began)
-        for name in ("prompt", "new"):
+            first = x.first - x.began
+            self.metrics.time("regard_first_token_seconds", first, model=model)
+            self.metrics.time("vllm:time_to_first_token_seconds", first, model_name=model)
+            self.metrics.time("vllm:e2e_request_latency_seconds", seconds, model_name=model)
+        for name, theirs in COUNTED.items():
             if name in note:
-                self.metrics.add("tokens_total", note[name], kind=name)
+                self.metrics.add("regard_tokens_total", note[name], model=model, kind=name)
+                self.metrics.add(f"vllm:{theirs}_tokens_total", note[name], model_name=model)
         more = "".join(f" {k}={v}" for k, v in note.items())
         what = (x.scope["method"], path, status, seconds * 1e3, more)
         LOG.info("%s %s %s %d %.0f ms%s", x.id, *what)
@@ -169,14 +192,22 @@ async def ready(app: App, x: Exchange) -> None:
 async def metrics(app: App, x: Exchange) -> None:
     gauges: dict[str, float] = {"regard_streams": app.streams, "regard_exchanges": app.exchanges}
     for name, host in app.hosts.items():
-        label = f'{{model="{name}"}}'
-        gauges[f"regard_requests_open{label}"] = len(host.open)
-        gauges[f"regard_memory_bytes{label}"] = host.nbytes
+
+        def gauge(what: str, value: float, name: str = name) -> None:
+            label = "model_name" if what.startswith("vllm:") else "model"
+            gauges[labelled(what, **{label: name})] = value
+
+        gauge("regard_requests_open", len(host.open))
+        gauge("regard_memory_bytes", host.nbytes)
         if host.engine is not None:
-            gauges[f"regard_requests_waiting{label}"] = len(host.engine.waiting)
-            if (pool := host.engine.pool) is not None:
-                gauges[f"regard_pages{label}"] = len(pool.users)
-                gauges[f"regard_pages_free{label}"] = pool.available
+            waiting, pool = len(host.engine.waiting), host.engine.pool
+            gauge("regard_requests_waiting", waiting)
+            gauge("vllm:num_requests_waiting", waiting)
+            gauge("vllm:num_requests_running", max(0, len(host.tickets) - waiting))
+            if pool is not None:
+                gauge("regard_pages", len(pool.users))
+                gauge("regard_pages_free", pool.available)
+                gauge("vllm:kv_cache_usage_perc", 1 - pool.available / len(pool.users))
     await x.reply(app.metrics.text(gauges).encode(), "text/plain; version=0.0.4; charset=utf-8")
 
 

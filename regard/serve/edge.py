@@ -195,7 +195,11 @@ class Exchange:
         await self.reply(msgspec.json.encode(data), "application/json", status, **headers)
 
     async def refuse(self, error: Refusal) -> None:
-        """An error: as the answer, or, where that has begun, as its last event."""
+        """An error: as the answer, or, where that has begun, as its last event. One that is ours is in the log, with
+        its frames, under the id that the answer names."""
+        if error.status >= 500:
+            LOG.error("%s failed with %d", self.id, error.status, exc_info=error)
+            error.body["error"]["message"] += f" ({self.id})"
         if self.status:
             await self.events([{"type": "error", **error.body}], True, self.named > 0)
             return
@@ -230,6 +234,7 @@ class Key(Struct, forbid_unknown_fields=True, omit_defaults=True):
     admin: bool = False
     requests: Annotated[float, Meta(gt=0)] | None = None
     tokens: Annotated[float, Meta(gt=0)] | None = None
+    priority: Annotated[int, Meta(ge=0, le=1000)] = 0  # the largest that its requests may have
 
 
 class KeyFile(Struct, forbid_unknown_fields=True):
@@ -307,21 +312,28 @@ class Metrics:
         self.families = defaultdict(lambda: defaultdict(float))
 
     def add(self, name: str, value: float = 1, **labels: Any) -> None:
-        inner = ",".join(f'{k}="{v}"' for k, v in labels.items())
-        self.families[f"regard_{name}", "counter"][f"regard_{name}{{{inner}}}"] += value
+        self.families[name, "counter"][labelled(name, **labels)] += value
 
-    def time(self, name: str, seconds: float) -> None:
-        name = f"regard_{name}_seconds"
+    def time(self, name: str, seconds: float, **labels: Any) -> None:
         rows = self.families[name, "histogram"]
         for bound in BOUNDS.split():
-            rows[f'{name}_bucket{{le="{bound}"}}'] += seconds <= float(bound)
-        rows[f"{name}_sum"] += seconds
-        rows[f"{name}_count"] += 1
+            rows[labelled(f"{name}_bucket", **labels, le=bound)] += seconds <= float(bound)
+        rows[labelled(f"{name}_sum", **labels)] += seconds
+        rows[labelled(f"{name}_count", **labels)] += 1
 
     def text(self, gauges: dict[str, float]) -> str:
         shown, lines = {**self.families}, list[str]()
         for name, value in gauges.items():
             shown.setdefault((name.partition("{")[0], "gauge"), {})[name] = value
         for (name, kind), rows in shown.items():
-            lines += [f"# TYPE {name} {kind}", *(f"{row} {x:g}" for row, x in rows.items())]
+            # In full: rates are differences of large numbers.
+            numbers = ((row, int(x) if x == int(x) else x) for row, x in rows.items())
+            lines += [f"# TYPE {name} {kind}", *(f"{row} {x!r}" for row, x in numbers)]
         return "\n".join(lines) + "\n"
+
+
+def labelled(name: str, **labels: Any) -> str:
+    """A line of /metrics, without its number."""
+    marks = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
+    inner = ",".join(f'{k}="{str(v).translate(marks)}"' for k, v in labels.items())
+    return f"{name}{{{inner}}}" if inner else name

@@ -15,7 +15,15 @@ import queue
 import threading
 import time
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -113,6 +121,7 @@ class Ticket:
         self.results: list[Result] | None = None
         self.fault: Exception | None = None
         self.first: float | None = None  # when its first token was there
+        self.cause: Exception | None = None  # what the model raised, where that ended it
         # Of the engine's thread.
         self.texts: dict[int, tuple[Stream, list[str]]] = {}
         self.said: dict[int, int] = defaultdict(int)
@@ -294,7 +303,7 @@ class Host:
             while not self.ended:
                 self._round()
         except BaseException as error:
-            LOG.error("the engine of %s has ended: %s", self.name, type(error).__name__)
+            LOG.error("the engine of %s has ended", self.name, exc_info=True)
             self.dead = type(error).__name__
         fault = Refusal(503, f"{self.name} is served no more", code="unavailable", wait=5)
         with suppress(queue.Empty):
@@ -336,13 +345,16 @@ class Host:
 
     def _fault(self, engine: Engine, error: Exception) -> list[Event]:
         """A step raised, and all is as before it. Fewer run together until the one at fault is alone, which ends."""
-        LOG.warning("a step of %s raised %s", self.name, type(error).__name__)
+        LOG.warning("a step of %s raised", self.name, exc_info=error)
         if not engine.tried:
             raise error
         if len(engine.tried) > 1:
             engine.cap = max(1, len(engine.tried) // 2)
             return []
-        return engine.cancel(engine.tried[0].number, f"the model failed: {type(error).__name__}")
+        number = engine.tried[0].number
+        if number in self.tickets:
+            self.tickets[number].cause = error
+        return engine.cancel(number, f"the model failed: {type(error).__name__}")
 
     def _enter(self, ticket: Ticket) -> None:
         assert self.engine is not None
@@ -412,6 +424,7 @@ class Models:
         self.hosts: dict[str, Host] = {}
         self.pool = ThreadPoolExecutor(2, thread_name_prefix="worker")
         self.ran: OrderedDict[str, Ran] = OrderedDict()
+        self.changing, self.changes = asyncio.Lock(), set[asyncio.Future[None]]()
         for name in start or folders:
             self.load(name)
 
@@ -427,6 +440,18 @@ class Models:
             )
         self.hosts[name] = Host(name, folder, self)
         gc.freeze()
+
+    async def change(self, work: Coroutine[Any, Any, None]) -> None:
+        """Load or unload, one after the other, and each to its end, even where the one who asked for it has left:
+        between a look at what is loaded and the change nothing else may change it."""
+
+        async def alone() -> None:
+            async with self.changing:
+                await work
+
+        self.changes.add(task := asyncio.ensure_future(alone()))
+        task.add_done_callback(self.changes.discard)
+        await asyncio.shield(task)
 
     async def unload(self, name: str) -> None:
         """Take a model out when what runs on it is done."""

@@ -281,11 +281,15 @@ async def admin_load(app: Models, x: Exchange, body: shapes.Model) -> None:
     """Make a model ready that the command line named."""
     if body.model not in app.folders:
         raise Refusal(404, f"{body.model!r:.80} was not named when the server began", "model")
-    if body.model not in app.hosts:
-        await app.worker(lambda: app.load(body.model))
+
+    async def load() -> None:
+        if body.model not in app.hosts:
+            await app.worker(lambda: app.load(body.model))
+
+    await app.change(load())
     await x.json({"model": body.model, "loaded": True})
 
 
 async def admin_unload(app: Models, x: Exchange, body: shapes.Model) -> None:
-    await app.unload(body.model)
+    await app.change(app.unload(body.model))
     await x.json({"model": body.model, "loaded": False})

@@ -98,7 +98,7 @@ FIELDS: list[dict[str, Any]] = [
     {"seed": 5, "top_k": 5, "frequency_penalty": 0.5, "presence_penalty": -0.5},
     {"seed": 6, "logit_bias": {"70": 5, "71": -100}, "repetition_penalty": 1.2},
     {"seed": 8, "temperature": 1.9, "n": 2, "logprobs": True},
-    {"seed": 9, "priority": 3, "user": "ann"},
+    {"seed": 9, "priority": -3, "user": "ann"},
 ]
 
 
@@ -220,6 +220,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("chat", {"logit_bias": {"x": 1}}, "logit_bias"),
     ("chat", {"seed": 2**70}, "seed"),
     ("chat", {"store": True}, "store"),
+    ("chat", {"priority": 1}, "priority"),
     ("chat", {"stream_options": {"include_usage": True}}, "stream_options"),
     ("chat", {"response_format": {"type": "json_schema"}}, "response_format"),
     ("chat", {"tool_choice": "required"}, "tool_choice"),
@@ -286,7 +287,6 @@ def test_models_and_pages(demo: Client) -> None:
     assert demo.get("/ready") == {"status": "ready"} and demo.get("/health") == {"status": "ok"}
     demo.post("/v1/completions", {"model": "demo", "prompt": "a", "max_tokens": 1})
     text = demo.request("GET", "/metrics")[2].decode()
-    assert 'regard_requests_total{path="/v1/models",status="200"}' in text
-    assert "regard_first_token_seconds_count" in text
+    assert 'regard_requests_total{model="",path="/v1/models",status="200"}' in text
     assert demo.request("GET", "/nowhere")[0] == 404 and demo.request("PUT", "/v1/models")[0] == 405
     assert json.loads(demo.request("GET", "/v1/limits")[2])["n"] == 16
