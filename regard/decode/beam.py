@@ -176,6 +176,8 @@ class Group(Slot):
             finish = why if runs else "eos" if ends else "length"
             kept = ids[:-1] if ends else ids
             out.append(Result(kept, logp[: len(kept)], score, finish))
+        # As in transformers: where fewer texts were possible, the rest are empty.
+        out += [Result([], [], WORST, why or "stop") for _ in range(s.n_best - len(out))]
         return out
 
 
@@ -222,7 +224,7 @@ class Search:
     def banned(self, groups: list[Group]) -> tuple[int, ...] | None:
         """What no text may say, if nothing but this changes the logits: then the largest are enough."""
         each = [g.row.request.settings for g in groups]
-        bans = {s.banned for s in each}
+        bans = {tuple(sorted(set(s.banned))) for s in each}
         alike = len(bans) == 1 and not any(s.logit_bias for s in each)
         simple = self.shape.groups == 1 and not self._used(groups) - ({"bias"} if alike else set())
         return next(iter(bans)) if simple else None
@@ -338,7 +340,7 @@ def advance(
     count = b.count + 1
     ends = (token[..., None] == rules.eos[:, None]).any(-1) | (count[:, None] >= rules.most)
     # Merge the texts that just ended (among the first w) into the best finished ones.
-    new = ends & (torch.arange(ends.shape[1], device=ends.device) < w) & (value > WORST / 2)
+    new = ends & (torch.arange(ends.shape[1], device=ends.device) < w)
     shut = ~b.improvable | (b.done.all(-1) & rules.first[:, 0])
     final = rules.score(value, count[:, None])
     final = final + WORST * (~new).to(final.dtype) + WORST * shut[:, None].to(final.dtype)

@@ -9,12 +9,14 @@ With a paged cache rows come and go freely, texts that begin alike share pages, 
 the last rank is put back into the queue and goes on later: with the same text, because choices depend on (seed,
 request, position) alone. The first is never put back, so there is always progress. A step is all or nothing: one that
 raises puts everything back in the same way. If it was the device's memory that was short, fewer rows are tried, until
-the one that needs too much is alone.
+the one that needs too much is alone. If it was anything else, halves of those that ran are tried apart, until the one
+at fault is alone: it ends with an error, and the others go on together.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import time
 from bisect import insort
@@ -43,7 +45,9 @@ from regard.machine import free_memory
 # that of the CUDA graph.
 WINDOW, SINKS, SLOTS = "window", "sinks", "slots"
 SHORT = "out of memory on {}: make the engine with fewer rows=, a smaller memory= or chunk=, or shorten the request"
+FAILED = "the model failed: {}"
 RANK = attrgetter("rank")
+LOG = logging.getLogger("regard.decode")
 UNBOUND = 1 << 20  # tokens of a text in states alone, where the model names no length
 
 
@@ -117,7 +121,9 @@ class Engine:
         self.cap = rows  # fewer after memory was short
         # Since a step raised: nobody comes before what is through has been read.
         self.careful = False
-        self.tried: list[Request] = []  # who ran in the step that raised
+        self.tried: dict[int, int] = {}  # who ran in the step that raised, and how far it had come
+        # The same in groups that run apart, the first now, until all of it have come further.
+        self.trials: list[dict[int, int]] = []
         # Rows of preempted requests, to go on where they were.
         self.resumed: dict[int, list[Row]] = {}
         self.lanes: dict[Any, Lane] = {}
@@ -172,22 +178,46 @@ class Engine:
     def step(self) -> list[Event]:
         """Prefill one chunk of what waits, then one token for every row.
 
-        If it raises (Ctrl-C, a fault of the model), no event was lost: every request is as it was before the step, and
-        is read again when the engine is stepped again. If the device has too little memory, fewer rows run from then
-        on, and a request that is alone ends with an error."""
+        If it is interrupted (Ctrl-C), no event was lost: every request is as it was before the step, and is read again
+        when the engine is stepped again. If it raises, a request that was alone ends with an error; of several, the one
+        at fault is looked for in the next steps. If the device has too little memory, fewer rows run from then on."""
         try:
             return self._step()
-        except torch.OutOfMemoryError:
+        except Exception as error:
             if not self.tried:
                 raise
-        # Here the frames that held memory are gone.
+            cause, short = error, isinstance(error, torch.OutOfMemoryError)
+        if not short:
+            return self._blame(cause)
+        # Its frames held memory.
+        del cause
         torch.cuda.empty_cache()
-        if len(self.tried) > 1:
-            self.cap = max(1, sum(map(self._times, self.tried)) // 2)
-            return []
-        return self._done(
-            self._stop(self.tried[0].number, "error", SHORT.format(self.where["device"]))
-        )
+        return self._blame(None)
+
+    def _blame(self, cause: Exception | None) -> list[Event]:
+        """After a step that raised, for want of memory where there is no other cause: the end of the one that ran
+        alone; or fewer rows, and halves on trial."""
+        on_trial, tried = bool(self.trials), list(self.tried.items())
+        self.trials = self.trials[1:]
+        if len(tried) == 1:
+            why = SHORT.format(self.where["device"])
+            if cause is not None:
+                mistake, self.cap = isinstance(cause, UsageError), self.rows
+                why = str(cause) if mistake else FAILED.format(type(cause).__name__)
+                if not mistake:
+                    LOG.warning("a step of one request raised, which ends", exc_info=cause)
+            events = self._stop(tried[0][0], "error", why)
+            for event in events:
+                event.cause = cause
+            return self._done(events)
+        # If nobody is found, as it takes several to fail, they meet again as fewer.
+        if not on_trial or cause is None:
+            rows = [self._times(r) for r in self.waiting if r.number in self.tried]
+            self.cap = max(1, sum(rows) // 2)
+        if cause is not None:
+            half = len(tried) // 2
+            self.trials = [dict(tried[:half]), dict(tried[half:]), *self.trials]
+        return []
 
     @torch.inference_mode()
     def _step(self) -> list[Event]:
@@ -202,7 +232,32 @@ class Engine:
                     # An earlier lane may have put its requests back.
                     if self.lanes.get(key) is lane:
                         events += self._advance(key, lane)
+            if self.trials:
+                self._judge()
             return self._done(events)
+
+    def _judge(self) -> None:
+        """Who has come further than where a step raised is not at fault. When all on trial have, it is the others'
+        turn, or everybody's."""
+        now, waiting = self._progress(), {request.number for request in self.waiting}
+        self.trials[0] = {
+            number: mark
+            for number, mark in self.trials[0].items()
+            if number in waiting or now.get(number, math.inf) <= mark
+        }
+        if not self.trials[0]:
+            self.trials.pop(0)
+            for request in list(self._active()) if self.trials else ():
+                self._put_back(request)
+
+    def _progress(self) -> dict[int, int]:
+        """How many tokens every active request has asked for, the fewest of its rows."""
+        found: dict[int, int] = {}
+        for slot in (slot for lane in self.lanes.values() for slot in lane.slots):
+            row, number = slot.row, slot.row.request.number
+            asked = max(slot.said + slot.asked, len(row.ids))
+            found[number] = min(asked, found.get(number, asked))
+        return found
 
     def _unread(self) -> int:
         """Tokens of prompts that are not through."""
@@ -219,7 +274,7 @@ class Engine:
         """All or nothing. What raises inside may have left caches and pages in any state, so none is trusted: every
         request goes back into the queue with what it had said before."""
         first, waiting, resumed = self.count, list(self.waiting), dict(self.resumed)
-        self.tried = []
+        self.tried, progress = {}, self._progress()
         finished = {number: dict(done) for number, done in self.finished.items()}
         deadlines, scores = dict(self.deadlines), dict(self.scores)
         active = {r.number: r for r in self._active()}
@@ -234,7 +289,9 @@ class Engine:
         except BaseException:
             self.careful = True
             new = [r for r in self.waiting if r.number >= first]
-            self.tried = [r for r in (*active.values(), *waiting) if r not in self.waiting]
+            still = {r.number for r in self.waiting}
+            ran = [r.number for r in (*active.values(), *waiting) if r.number not in still]
+            self.tried = {number: progress.get(number, 0) for number in ran}
             self.lanes, self.resumed, self.finished = {}, resumed, finished
             self.waiting = sorted([*active.values(), *waiting, *new], key=RANK)
             self.deadlines.update(deadlines)
@@ -264,7 +321,7 @@ class Engine:
 
     def _admit(self) -> None:
         """The next requests, as many as fit, into their lanes."""
-        while self.waiting and not self._fits(self.waiting[0], *self._room()):
+        while self.waiting and not (self.trials or self._fits(self.waiting[0], *self._room())):
             first = self.waiting[0]
             lower = [r for r in self._active() if r.priority < first.priority]
             if not lower:
@@ -275,6 +332,8 @@ class Engine:
         fresh = (slot for lane in self.lanes.values() for slot in lane.slots if slot.fresh)
         coming = {key for slot in fresh for key in slot.keys}
         for request in list(self.waiting):
+            if self.trials and request.number not in self.trials[0]:
+                continue
             # Alone it may enter however large.
             if not self._fits(request, room, pages) and self.lanes:
                 break

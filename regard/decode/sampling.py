@@ -238,7 +238,8 @@ class Columns:
                 [s.min_new_tokens, s.max_new_tokens, *both, *s.eos]
                 for s, both in zip(each, forced, strict=True)
             ]
-            filled = [(line + line[-1:] * table.shape[1])[: table.shape[1]] for line in lines]
+            width = table.shape[1]
+            filled = [(line + [-1] * width)[:width] for line in lines]
             table[at] = send(filled, self.device)
 
     def _set(self, name: str, at: Tensor, values: list[float], idle: float) -> None:
@@ -325,6 +326,14 @@ def allowed(logits: Tensor, words: Tensor) -> Tensor:
     return logits.masked_fill(found == 0, -torch.inf)
 
 
+def marked(ids: Tensor, vocab: int) -> Tensor:
+    """Which tokens are among ids (n k), where -1 is none: (n V)."""
+    # What is none goes to a column behind the vocabulary.
+    places = torch.where(ids < 0, vocab, ids)
+    found = torch.zeros(len(ids), vocab + 1, dtype=torch.bool, device=ids.device)
+    return found.scatter(1, places, True)[:, :vocab]
+
+
 def adjusted(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:
     """Bias and bans, penalties, the least length and forced tokens."""
     if columns.keys() & {"bias", "avoided", *PENALTIES}:
@@ -343,9 +352,8 @@ def adjusted(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tenso
     if "held" in columns:
         least, most, first, last, *_ = columns["held"].T
         ends = columns["held"][:, 4:]
-        early = (count < least)[:, None] & (ends >= 0)
-        ends = ends.clamp(min=0)
-        logits = logits.scatter(1, ends, logits.gather(1, ends).masked_fill(early, -torch.inf))
+        early = (count < least)[:, None] & marked(ends, logits.shape[1])
+        logits = logits.masked_fill(early, -torch.inf)
         must = torch.where(count == 0, first, -1)
         must = torch.where((must < 0) & (count == most - 1), last, must)[:, None]
         only = torch.full_like(logits, -torch.inf).scatter(1, must.clamp(min=0), 0.0)

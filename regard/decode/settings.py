@@ -263,3 +263,4 @@ class Event:
     logprob: float = 0.0
     top_logprobs: Tops = field(default_factory=list)
     done: list[Result] | None = None
+    cause: Exception | None = None  # what a step raised, where that ended the request

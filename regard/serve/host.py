@@ -332,29 +332,13 @@ class Host:
         elif self.jobs:
             self._piece(self.jobs)
         if self.engine is not None and writes:
-            try:
-                self._tell(self.engine.step())
-            except Exception as error:
-                self._tell(self._fault(self.engine, error))
+            self._tell(self.engine.step())
 
     def _piece(self, jobs: deque[Job]) -> None:
         """A piece of the job whose turn it is; the next one is another's."""
         job = jobs.popleft()
         if job.run():
             jobs.append(job)
-
-    def _fault(self, engine: Engine, error: Exception) -> list[Event]:
-        """A step raised, and all is as before it. Fewer run together until the one at fault is alone, which ends."""
-        LOG.warning("a step of %s raised", self.name, exc_info=error)
-        if not engine.tried:
-            raise error
-        if len(engine.tried) > 1:
-            engine.cap = max(1, len(engine.tried) // 2)
-            return []
-        number = engine.tried[0].number
-        if number in self.tickets:
-            self.tickets[number].cause = error
-        return engine.cancel(number, f"the model failed: {type(error).__name__}")
 
     def _enter(self, ticket: Ticket) -> None:
         assert self.engine is not None
@@ -378,7 +362,7 @@ class Host:
             ticket = self.tickets.get(event.request)
             if ticket is None:
                 continue
-            ticket.first = ticket.first or now
+            ticket.first, ticket.cause = ticket.first or now, event.cause
             if event.done is not None:
                 del self.tickets[event.request]
                 self.said.append((ticket, [], ticket.finish(event.done)))

@@ -208,3 +208,30 @@ def test_processors_change_something(what: str) -> None:
     """Else the tests above would hold for a processor that does nothing."""
     p = pair("bart", EVEN)
     assert p.answer(p.settings(**PROCESSORS[what][0])) != p.answer(p.settings())
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "bart"])
+def test_searches_that_find_few_texts_are_filled_up_as_in_transformers(
+    name: str, ends: bool
+) -> None:
+    """Of all tokens one may be said, or one and the end: four beams find fewer texts than four."""
+    p = pair(name, EVEN)
+    left = {42, p.eos} if ends else {42}
+    bad = [i for i in range(p.theirs.config.vocab_size) if i not in left]
+    # transformers never bans the end of a text by itself; a bias does.
+    more = {} if ends else {"sequence_bias": {(p.eos,): -torch.inf}}
+    ids, out = p.generate(
+        bad_words_ids=[[i] for i in bad], num_beams=4, num_return_sequences=4, **more
+    )
+    found = flat(p.answer(p.settings(banned=bad, beams=4, n_best=4)))
+    assert len(found) == len(ids) == 4 * len(p.prompts)
+    scores = out.sequences_scores.tolist()
+    likely = [i for i, score in enumerate(scores) if score > -1e8]
+    assert likely and (ends or len(likely) < len(found))
+    assert [found[i].ids for i in likely] == [ids[i] for i in likely]
+    torch.testing.assert_close(
+        [found[i].score for i in likely], [scores[i] for i in likely], rtol=0, atol=CLOSE
+    )
+    for i, score in enumerate(scores):
+        assert i in likely or found[i].score < -1e7, score

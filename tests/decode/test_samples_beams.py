@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from regard.decode.lane import Row
 from regard.decode.plain import PlainLane, sources
 from regard.decode.settings import Settings
 from tests.decode.tiny import (
+    VOCAB,
     Counted,
     answers,
     model,
@@ -189,3 +191,53 @@ def test_samples_and_beams_are_rows_of_one_lane() -> None:
     for _ in range(5):
         engine.step()
         assert [type(lane) for lane in engine.lanes.values()] == [PlainLane]
+
+
+# --- as many texts as were asked for ------------------------------------------------------------------------------
+
+VOCABULARY = range(VOCAB)
+NARROW: dict[str, dict[str, Any]] = {
+    "one token may begin, and it ends": {"forced_first": 3, "max_new_tokens": 1},
+    "one token may come": {"banned": [i for i in VOCABULARY if i != 4]},
+    "two tokens may come, one is an end": {"banned": list(VOCABULARY[2:]), "eos": [1]},
+    "nothing is likely": {"logit_bias": dict.fromkeys(VOCABULARY, -1e9)},
+    "forced from first to last": {"forced_first": 3, "forced_last": 5, "max_new_tokens": 2},
+}
+
+
+@pytest.mark.parametrize("what", NARROW)
+@pytest.mark.parametrize("runner", ["torch", "graph"])
+def test_every_prompt_has_n_best_texts(what: str, runner: str) -> None:
+    """So that who slices the results by n_best has each prompt's own."""
+    narrow = Settings.of({"max_new_tokens": 5, "beams": 4, "n_best": 4} | NARROW[what])
+    wide = Settings(max_new_tokens=5, beams=4, n_best=4)
+    asked = list(zip(prompts((3, 5, 4)), (wide, narrow, wide), strict=True))
+    found = answers("gqa_rope", asked, runner=runner)
+    assert [len(each) for each in found] == [4, 4, 4]
+    assert found[::2] == answers("gqa_rope", asked[::2], runner=runner)
+    # The first is the one that is possible, however few others are.
+    if what == "one token may come":
+        assert found[1][0] == [4] * 5
+    if "forced" in what or "begin" in what:
+        assert found[1][0] == [3, 5][: narrow.max_new_tokens]
+
+
+@pytest.mark.parametrize("runner", ["torch", "graph"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_forced_last_token_is_no_end_token(runner: str, beams: int) -> None:
+    """Where a request names no end, min_new_tokens holds nothing back."""
+    prompt = prompts((4,))[0]
+    s = Settings(max_new_tokens=8, min_new_tokens=8, beams=beams)
+    (((*said, _),),) = answers("gqa_rope", [(prompt, s)], runner=runner)
+    forced = replace(s, forced_last=said[2])
+    ((text,),) = answers("gqa_rope", [(prompt, forced)], runner=runner)
+    # Of beams the best text may be another, by its last token.
+    assert (beams > 1 and said[2] in text[:-1]) or text == [*said, said[2]]
+
+
+def test_an_end_token_of_number_0_is_held_back_too() -> None:
+    prompt = prompts((4,))[0]
+    pull = {"logit_bias": {0: 1e6}, "max_new_tokens": 6, "eos": [0]}
+    for least in (0, 3):
+        ((text,),) = answers("gqa_rope", [(prompt, Settings.of(pull | {"min_new_tokens": least}))])
+        assert len(text) == least and 0 not in text
