@@ -22,9 +22,10 @@ from regard.decode.generate import settings_for, special_of
 from regard.decode.settings import Request, Result
 from regard.serve import shapes
 from regard.serve.edge import Exchange, Refusal, late
-from regard.serve.grammar import Reader, grammar_for, told_tools
+from regard.serve.grammar import Matching, Reader, masks_for
 from regard.serve.host import Entry, Host, Models, Ran, Ticket, arrivals
-from regard.text import encode_chat, needed
+from regard.serve.prompts import chat_ids, prompts_of
+from regard.text import needed
 from regard.text.tokenizer import check_stop
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -33,6 +34,8 @@ SETTINGS = "temperature top_p top_k min_p seed logit_bias presence_penalty frequ
 # Of the input of /v1/responses, what each kind of item must have.
 NEEDS = {"message": ["role", "content"], "function_call": ["call_id", "name", "arguments"]}
 NEEDS |= {"function_call_output": ["call_id", "output"]}
+# Of a chat's fields, what /v1/responses calls them.
+NAMES = {"messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens"}
 Data = dict[str, Any]
 Said = tuple[int, str, list[Entry], str]  # number of the answer, new text, its tokens, finish or ""
 
@@ -54,8 +57,6 @@ class Ask:
             raise Refusal(400, f"n is {n}; this server gives at most {limits.n} answers", "n")
         if n > beams > 1:
             raise Refusal(400, f"n is {n}, more than {beams} beams", "n")
-        if len(prompts) > limits.prompts:
-            raise Refusal(400, f"{len(prompts)} prompts; send at most {limits.prompts}", "prompt")
         settings: Data = {"seed": secrets.randbits(62)}
         settings |= {name: given[name] for name in SETTINGS.split() if name in given}
         self.copies = 1
@@ -117,6 +118,10 @@ class Ask:
             self.usage["new"] += len(result.ids) * self.copies
             if result.finish == "deadline":
                 raise late(self.app.limits)
+            mask = ticket.request.mask
+            if result.finish == "error" and isinstance(mask, Matching) and mask.fault is not None:
+                why = f"the answer could not be held to its form: {mask.fault}"
+                raise Refusal(400, why, mask.param, "schema_too_complex")
             if result.finish not in FINISH:
                 why = f"the answer could not be completed: {result.error}"
                 raise Refusal(500, why) from ticket.cause
@@ -240,28 +245,6 @@ def finite(x: float | None) -> float:
     return -9999.0 if x is None else max(x, -9999.0)
 
 
-def prompts_of(app: Models, host: Host, given: Any) -> list[list[int]]:
-    """Ids of a text, of ids, or of a list of either; in a worker."""
-    if isinstance(given, str) or all(isinstance(i, int) for i in given):
-        given = [given]
-    if any(isinstance(prompt, int) for prompt in given):
-        raise Refusal(400, "a prompt is one text or a list of ids; these are mixed", "prompt")
-    return [ids_of(app, host, prompt) for prompt in given]
-
-
-def ids_of(app: Models, host: Host, prompt: str | list[int]) -> list[int]:
-    if isinstance(prompt, str):
-        if len(prompt) > 16 * app.limits.prompt:
-            raise Refusal(400, f"the prompt has {len(prompt):,} characters", "prompt")
-        prompt = needed(host.tokenizer).encode(prompt)
-    if not prompt:
-        raise Refusal(400, "the prompt is empty; give at least one token", "prompt")
-    if len(prompt) > app.limits.prompt:
-        most = f"this server takes at most {app.limits.prompt:,}"
-        raise Refusal(400, f"the prompt has {len(prompt):,} tokens; {most}", "prompt")
-    return prompt
-
-
 async def completions(app: Models, x: Exchange, body: shapes.Completion) -> None:
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise Refusal(400, "best_of: this server gives all n answers; leave it out", "best_of")
@@ -280,12 +263,12 @@ async def completions(app: Models, x: Exchange, body: shapes.Completion) -> None
         more |= {"top_logprobs": body.logprobs if (body.beams or 1) == 1 else 0}
         more |= {"prompt_logprobs": True} if body.echo else {}
 
-    ask = await app.worker(
-        lambda: Ask(app, x, host, body, prompts_of(app, host, body.prompt), **more)
-    )
+    prompts = await prompts_of(app, host, body.prompt, "prompt")
+    ask = await app.worker(lambda: Ask(app, x, host, body, prompts, **more))
     offsets, echoed = defaultdict[int, Offsets](Offsets), dict[int, str]()
     if body.echo:
-        texts = [needed(host.tokenizer).decode(ids) for ids in ask.prompts]
+        decode = needed(host.tokenizer).decode
+        texts = await app.worker(lambda: [decode(ids) for ids in prompts])
         echoed = dict(enumerate(text for text in texts for _ in range(ask.n)))
 
     def choices(i: int, text: str, entries: list[Entry], finish: str) -> list[Data]:
@@ -302,56 +285,22 @@ async def completions(app: Models, x: Exchange, body: shapes.Completion) -> None
     await ask.send(body, ask.head("text_completion", "cmpl-"), choices)
 
 
-def chat_ids(
-    app: Models, host: Host, messages: list[Data], tools: Sequence[shapes.Tool] = ()
-) -> list[int]:
-    """The prompt of a conversation; in a worker."""
-    if host.tokenizer is None or not host.tokenizer.templates:
-        why = f"{host.name} has no chat template; use /v1/completions"
-        raise Refusal(400, why, "messages", "no_chat_template")
-    told, data = told_tools(host.tokenizer.templates.get("default", ""), messages, tools)
-    try:
-        return ids_of(app, host, encode_chat(host.tokenizer, told, tools=data))
-    except OSError:
-        why = "no process could be begun for the chat template; come back later"
-        raise Refusal(503, why, code="overloaded", wait=1) from None
-
-
-def plain(message: shapes.Message) -> Data:
-    """A message as templates read it."""
-    content: Any = message.content
-    calls = message.tool_calls
-    if content is None and not calls:
-        raise Refusal(400, "content is null, and there are no tool_calls", "messages")
-    if isinstance(content, list):
-        content = "".join(part.text for part in content)
-    role = "system" if message.role == "developer" else message.role
-    made: Data = {"role": role, "content": content}
-    if calls:
-        made["tool_calls"] = msgspec.to_builtins(calls)
-    for name in ("name", "tool_call_id"):
-        made |= {} if getattr(message, name) is None else {name: getattr(message, name)}
-    return made
-
-
 async def conversation(app: Models, x: Exchange, body: shapes.Chat) -> tuple[Ask, list[Reader]]:
     """What a chat asks for, and a reader for each answer."""
     host, choice = app.writer(body.model), body.tool_choice
     tools = [tool.function for tool in body.tools or []]
     wanted = choice.function.name if isinstance(choice, shapes.ChatChoice) else choice
     usable = tools if wanted != "none" else []
-    more = {"top_logprobs": body.top_logprobs or 0} if body.logprobs else {}
+    more: Data = {"top_logprobs": body.top_logprobs or 0} if body.logprobs else {}
 
-    def prepare() -> Ask:
-        parallel = body.parallel_tool_calls is not False
-        mask = grammar_for(app.limits, host, body.response_format, tools, wanted, parallel)
-        ids = chat_ids(app, host, [plain(m) for m in body.messages], usable)
-        longest = context_of(host.model) or len(ids) + app.limits.new_tokens
-        left = max(1, longest - (1 if host.model.reads_source else len(ids)))
-        most = body.max_completion_tokens or body.max_tokens or min(app.limits.new_tokens, left)
-        return Ask(app, x, host, body, [ids], mask=mask, max_new_tokens=most, **more)
-
-    ask = await app.worker(prepare)
+    parallel = body.parallel_tool_calls is not False
+    mask = await masks_for(app, host, body.response_format, tools, wanted, parallel)
+    ids = await chat_ids(app, host, body.messages, usable)
+    longest = context_of(host.model) or len(ids) + app.limits.new_tokens
+    left = max(1, longest - (1 if host.model.reads_source else len(ids)))
+    most = body.max_completion_tokens or body.max_tokens or min(app.limits.new_tokens, left)
+    more |= {"mask": mask, "max_new_tokens": most}
+    ask = await app.worker(lambda: Ask(app, x, host, body, [ids], **more))
     return ask, [Reader(bool(usable)) for _ in range(ask.n)]
 
 
@@ -486,6 +435,16 @@ class Output:
 
 
 async def responses(app: Models, x: Exchange, body: shapes.Response) -> None:
+    try:
+        await respond(app, x, body)
+    except Refusal as refusal:
+        # It is a chat inside, whose fields have other names.
+        error = refusal.body["error"]
+        error["param"] = NAMES.get(error["param"], error["param"])
+        raise
+
+
+async def respond(app: Models, x: Exchange, body: shapes.Response) -> None:
     ask, (reader,) = await conversation(app, x, await app.worker(lambda: as_chat(body)))
     form = (body.text and body.text.format) or shapes.ResponseFormat("text")
     output, stream, settings = Output(), bool(body.stream), ask.settings

@@ -21,11 +21,13 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from regard.decode.check import context_of
-from regard.errors import ENVIRONMENT, VERSION, Fault, nearest
+from regard.errors import ENVIRONMENT, VERSION, Fault, UsageError, nearest
 from regard.see import page
 from regard.serve import answers, shapes, tasks
-from regard.serve.edge import LOG, Exchange, Gone, Refusal, labelled
+from regard.serve.edge import LOG, Exchange, Gone, Refusal, labelled, refused
 from regard.serve.host import Host, Models, serves
+from regard.serve.prompts import chat_ids, encoded
+from regard.serve.sandbox import GRAMMARS, TEXTS
 from regard.text import needed
 from regard.text.chat import TEMPLATES
 
@@ -71,8 +73,10 @@ class App(Models):
     def __init__(self, folders: Mapping[str, str | Path], **more: Any):
         super().__init__(folders, **more)
         self.draining, self.files = False, page_files()
-        # Now, since later there may be no file left for its pipes.
+        # Now, since later there may be no file left for their pipes.
         TEMPLATES.begin()
+        GRAMMARS.begin()
+        TEXTS.begin()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -90,6 +94,9 @@ class App(Models):
                 await self.answer(x)
             except Refusal as error:
                 await x.refuse(error)
+            except UsageError as error:
+                # A mistake that the library found, whatever found it.
+                await x.refuse(refused(error))
             except Gone:
                 raise
             except Exception as error:
@@ -164,8 +171,7 @@ class App(Models):
 
 def model_data(host: Host) -> dict[str, Any]:
     about: dict[str, Any] = {"id": host.name, "object": "model", "created": host.created}
-    longest = context_of(host.model) if host.engine is not None else None
-    about |= {"owned_by": "regard", "serves": serves(host), "context": longest}
+    about |= {"owned_by": "regard", "serves": serves(host), "context": context_of(host.model)}
     if "fill" in about["serves"]:
         about["mask"] = needed(host.tokenizer).tokens.get("mask_token")
     return about
@@ -216,20 +222,24 @@ async def tokenize(app: App, x: Exchange, body: shapes.Tokenize) -> None:
     if (body.prompt is None) == (body.messages is None):
         raise Refusal(400, "give prompt or messages, one of them", "prompt")
 
-    def encode() -> list[int]:
-        if body.messages is not None:
-            return answers.chat_ids(app, host, [answers.plain(m) for m in body.messages])
+    most = app.limits.prompt
+    if body.messages is not None:
+        ids = await chat_ids(app, host, body.messages)
+    else:
         how = {"special": body.add_special_tokens, "literal": body.literal}
-        return needed(host.tokenizer).encode(body.prompt or "", **how)
-
-    ids = await app.worker(encode)
-    texts = [answers.shown(host.token(i)) for i in ids]
+        (ids,) = await encoded(app, host, [body.prompt or ""], most, "prompt", **how)
+    texts = await app.worker(lambda: [answers.shown(host.token(i)) for i in ids])
     await x.json({"tokens": ids, "count": len(ids), "texts": texts})
 
 
 async def detokenize(app: App, x: Exchange, body: shapes.Detokenize) -> None:
     host, skip = app.host(body.model), body.skip_special_tokens
-    text = await app.worker(lambda: needed(host.tokenizer).decode(body.tokens, skip_special=skip))
+    if len(body.tokens) > app.limits.prompt:
+        raise Refusal(
+            400, f"{len(body.tokens):,} tokens; send at most {app.limits.prompt:,}", "tokens"
+        )
+    decode = needed(host.tokenizer).decode
+    text = await app.worker(lambda: decode(body.tokens, skip_special=skip), "tokens")
     await x.json({"prompt": text})
 
 

@@ -8,109 +8,171 @@ from __future__ import annotations
 import json
 import secrets
 import threading
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher
 
-from regard.decode.check import written
-from regard.decode.generate import special_of
 from regard.serve import shapes
-from regard.serve.edge import Limits, Refusal
-from regard.serve.host import Host
+from regard.serve.edge import Refusal
+from regard.serve.host import Host, Models
+from regard.serve.sandbox import GRAMMARS, TRIAL, About, Vocabulary
 from regard.text import needed
 
 OPEN, CLOSE = "<tool_call>\n", "}\n</tool_call>"
-KEPT = 64  # grammars that are compiled, for each model
+# Seconds of the engine's thread that the masks of a request may take: at first, and for each token.
+ONCE, EACH = 0.25, 0.004
 COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 TOLD = "You can call these tools, one JSON object for each:\nTOOLS\nTo call one, answer with nothing but\n"
 TOLD += OPEN + '{"name": NAME, "arguments": OBJECT' + CLOSE
-MAKING = threading.Lock()
 
 
-class Grammars:
-    """The compiled grammars of a model, for workers; and its tokenizer as llguidance reads one."""
+@dataclass
+class Root:
+    """A compiled grammar, before its first token, and its mask there."""
 
-    bos_token_id = None
+    matcher: LLMatcher
+    first: Any = None
 
-    def __init__(self, host: Host):
-        self.plain, self.vocab = needed(host.tokenizer), written(host.model).vocab
-        eos = list(special_of(host.model).eos)
-        if not eos:
-            raise Refusal(400, f"{host.name} has no end token, which a grammar needs")
-        self.eos_token_id = eos[0]
-        self.tokens = [self.plain.token_bytes(i) for i in range(self.vocab)]
-        added = self.plain.core.get_added_tokens_decoder().items()
-        self.special_token_ids = [i for i, token in added if token.special and i < self.vocab]
-        tokenizer = LLTokenizer(TokenizerWrapper(self), n_vocab=self.vocab, eos_token=eos)
-        self.made = lru_cache(KEPT)(lambda text: [LLMatcher(tokenizer, text, log_level=0), None])
 
-    def __call__(self, text: str) -> list[int]:
-        return self.plain.encode(text, special=False, literal=True)
+class Roots:
+    """Compiled grammars, the last ones that were used, within a number of bytes; one for all models."""
+
+    def __init__(self, most: int):
+        self.most, self.used, self.lock = most, 0, threading.Lock()
+        self.known: OrderedDict[tuple[str, str], tuple[Root, int]] = OrderedDict()
+
+    def get(self, key: tuple[str, str]) -> Root | None:
+        with self.lock:
+            if key not in self.known:
+                return None
+            self.known.move_to_end(key)
+            return self.known[key][0]
+
+    def put(self, key: tuple[str, str], root: Root, size: int) -> None:
+        with self.lock:
+            self.used += size - self.known.pop(key, (None, 0))[1]
+            self.known[key] = root, size
+            while self.used > self.most:
+                self.used -= self.known.popitem(last=False)[1][1]
+
+
+ROOTS = Roots(64 << 20)
 
 
 class Matching:
-    """The mask of one request by where its samples stand, until asked again. `root`: a matcher, its first mask."""
+    """The mask of one request by where its samples stand, until asked again. What takes too long, or cannot be
+    followed, is the request's own `fault`, and ends it."""
 
-    def __init__(self, root: list[Any], vocab: int):
-        self.root, self.words = root, np.zeros(-(-vocab // 32), np.int32)
+    def __init__(self, root: Root, size: int, param: str):
+        self.root, self.param, self.words = root, param, np.zeros(-(-size // 32), np.int32)
         self.samples: dict[int, tuple[Any, list[int]]] = {}
+        self.fault: str | None = None
+        self.calls, self.seconds = 0, 0.0
 
     def __call__(self, sample: int, ids: list[int]) -> Any:
-        if not ids and self.root[1] is not None:
-            return self.root[1]
-        matcher, seen = self.samples.get(sample) or (self.root[0].deep_copy(), [])
+        if not ids and self.root.first is not None:
+            return self.root.first
+        began = time.thread_time()
+        matcher, seen = self.samples.get(sample) or (self.root.matcher.deep_copy(), [])
         if seen and (len(ids) < len(seen) or ids[len(seen) - 1] != seen[-1]):
             # It was put back, and is told from its beginning.
-            matcher, seen = self.root[0].deep_copy(), []
+            matcher, seen = self.root.matcher.deep_copy(), []
         matcher.consume_tokens(ids[len(seen) :])
         self.samples[sample] = matcher, ids
         self.words.fill(0)
         if not matcher.is_stopped():
             matcher.unsafe_compute_mask_ptr(self.words.ctypes.data, self.words.nbytes)
+        self.calls, self.seconds = self.calls + 1, self.seconds + time.thread_time() - began
         if matcher.is_error():
-            raise ValueError("the grammar could not be followed, or became too large")
+            self.fault = f"it could not be followed: {why_not(matcher)}"
+        elif self.seconds > ONCE + EACH * self.calls:
+            self.fault = "it takes too long to follow; make it simpler"
+        if self.fault is not None:
+            raise ValueError(self.fault)
         if not ids:
-            self.root[1] = self.words.copy()
+            self.root.first = self.words.copy()
         return self.words
 
 
-def grammar_for(
-    limits: Limits, host: Host, form: shapes.Format | None, tools: Sequence[shapes.Tool], choice: str | None,
+def why_not(matcher: LLMatcher) -> str:
+    return plainly(matcher.get_error().partition("\n")[0])
+
+
+def plainly(why: str) -> str:
+    """llguidance's reason, where that says little to the one who wrote a schema."""
+    if why.startswith("NoExtensionBias"):
+        return "no text has this form; a $ref that leads to itself?"
+    return f"{why:.200}"
+
+
+async def masks_for(
+    app: Models, host: Host, form: shapes.Format | None, tools: Sequence[shapes.Tool], choice: str | None,
     parallel: bool,
 ) -> Callable[[], Matching] | None:  # fmt: skip
-    """What makes the masks of a request, if its form is given; in a worker."""
-    kind, given, param = "text", None, "response_format"
-    if form is not None:
-        kind, given = form.type, form.json_schema
+    """What makes the masks of a request, if its form is given."""
     if choice not in (None, "none", "auto", "required") and choice not in [t.name for t in tools]:
         raise Refusal(400, f"tool_choice names {choice!r:.70}, which is no tool", "tool_choice")
     if choice in ("auto", "required") and not tools:
         raise Refusal(400, f"tool_choice is {choice}, but there are no tools", "tool_choice")
-    if tools and choice != "none":
-        if kind != "text":
-            raise Refusal(400, "response_format cannot be joined with tools", param)
-        grammar, param = tool_grammar(tools, choice or "auto", parallel), "tools"
-    elif kind == "text":
+    calls = bool(tools) and choice != "none"
+    kind, param = "text" if form is None else form.type, "tools" if calls else "response_format"
+    if kind == "text" and not calls:
         return None
-    elif (kind == "json_schema") != (given is not None):
+    if kind != "text" and calls:
+        raise Refusal(400, "response_format cannot be joined with tools", "response_format")
+    given = None if form is None else form.json_schema
+    if (kind == "json_schema") != (given is not None):
         raise Refusal(400, f"response_format {kind}: json_schema has the schema", param)
-    else:
-        wanted = {"type": "object"} if given is None else given.schema
-        grammar = LLMatcher.grammar_from_json_schema(wanted, overrides=COMPACT)
-    if len(grammar) > limits.schema:
-        most = f"{limits.schema:,} bytes are taken"
+    about = host.about
+    if about is None or not about.ends:
+        raise Refusal(400, f"{host.name} has no end token, which a grammar needs", param)
+
+    def written_out() -> str:
+        try:
+            if calls:
+                return tool_grammar(tools, choice or "auto", parallel)
+            wanted = {"type": "object"} if given is None else given.schema
+            return LLMatcher.grammar_from_json_schema(wanted, overrides=COMPACT)
+        except ValueError as error:
+            raise Refusal(400, f"this schema cannot be read: {error!s:.200}", param) from None
+
+    grammar = await app.worker(written_out, param)
+    if len(grammar) > app.limits.schema:
+        most = f"{app.limits.schema:,} bytes are taken"
         raise Refusal(400, f"the schema has {len(grammar):,} bytes, at most {most}", param)
-    with MAKING:
-        host.grammars = compiled = host.grammars or Grammars(host)
-    root: list[Any] = compiled.made(grammar)
-    if root[0].is_error():
-        why = root[0].get_error().partition("\n")[0]
-        raise Refusal(400, f"this schema cannot be compiled: {why:.200}", param)
-    return lambda: Matching(root, compiled.vocab)
+    root = ROOTS.get((about.key, grammar))
+    if root is None:
+        root = await GRAMMARS.run(lambda: compiled(host, about, grammar, param))
+    return lambda: Matching(root, about.size, param)
+
+
+def compiled(host: Host, about: About, grammar: str, param: str) -> Root:
+    """A grammar that was tried in a process with limits, and found cheap; in the sandbox's thread."""
+    key = about.key, grammar
+    if (known := ROOTS.get(key)) is not None:
+        return known
+    answer = GRAMMARS.ask(about, "trial", grammar=grammar)
+    (seconds, memory), why = TRIAL, plainly(answer.get("error", ""))
+    if "late" in answer:
+        why = f"it takes more than {seconds:g} s of the processor; make it simpler"
+    if "memory" in answer:
+        why = f"it takes more than {memory >> 20} MiB of memory; make it simpler"
+    if why:
+        raise Refusal(400, f"this schema cannot be compiled: {why}", param, "schema_too_complex")
+    if host.grammars is None:
+        host.grammars = Vocabulary(needed(host.tokenizer), about.size, about.ends)
+    root = Root(host.grammars.matcher(grammar))
+    if root.matcher.is_error():
+        why = why_not(root.matcher)
+        raise Refusal(400, f"this schema cannot be compiled: {why}", param)
+    ROOTS.put(key, root, answer["bytes"])
+    return root
 
 
 def tool_grammar(tools: Sequence[shapes.Tool], choice: str, parallel: bool) -> str:

@@ -32,7 +32,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from regard.decode.check import written
 from regard.decode.engine import Engine
+from regard.decode.generate import special_of
 from regard.decode.settings import Event, Request, Result, Tops
 from regard.errors import VERSION, UsageError, nearest
 from regard.evaluate.model import Opened, loaded
@@ -41,6 +43,7 @@ from regard.files import resolve_model
 from regard.layers import LM, MLM, Classify
 from regard.machine import pick_device
 from regard.serve.edge import LOG, Exchange, Guard, Limits, Metrics, Refusal, late, refused
+from regard.serve.sandbox import About
 from regard.text import Stream, Tokenizer
 
 BACKLOG = 4096  # tokens of an answer that a client may leave unread
@@ -212,7 +215,11 @@ class Host:
         # What an answer depends on besides the request.
         self.fingerprint = "fp_" + hashlib.sha256(repr(about).encode()).hexdigest()[:12]
         self.known: dict[int, bytes] = {}  # bytes of tokens
-        self.grammars: Any = None  # see regard.serve.grammar
+        self.grammars: Any = None  # its vocabulary, see regard.serve.grammar
+        self.about: About | None = None  # for the sandbox
+        if self.tokenizer is not None:
+            ends = list(special_of(self.model).eos)
+            self.about = About(self.model.origin, written(self.model).vocab, ends)
         # Of the thread: tickets by the engine's numbers, what the event loop is to be told, and when it was told last.
         self.tickets: dict[int, Ticket] = {}
         self.said: list[Said] = []

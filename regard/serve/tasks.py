@@ -25,9 +25,10 @@ from regard.see.look import Given, align, cross_site, named
 from regard.see.page import maps as exact_maps
 from regard.see.probe import Probe
 from regard.serve import shapes
-from regard.serve.answers import Ask, chat_logprobs, entries_of, ids_of, prompts_of, shown
+from regard.serve.answers import Ask, chat_logprobs, entries_of, shown
 from regard.serve.edge import Exchange, Refusal
-from regard.serve.host import Host, Models
+from regard.serve.host import Host, Models, serves
+from regard.serve.prompts import check_size, least_tokens, prompts_of, room
 from regard.text import needed
 
 CELLS = 4 << 20  # numbers of maps in one answer
@@ -52,27 +53,46 @@ async def in_turn(
     return found
 
 
+def serving(app: Models, name: str, kind: str) -> Host:
+    """A model that serves this."""
+    host = app.host(name)
+    if kind not in (kinds := serves(host)):
+        raise Refusal(400, f"{name} does not serve {kind}; it serves {', '.join(kinds)}", "model")
+    return host
+
+
+def check_texts(app: Models, host: Host, texts: Sequence[Any]) -> None:
+    """Refuse texts that cannot be as short as they must be, before they are read."""
+    sizes = [len(text) for text in texts if isinstance(text, str)]
+    check_size(host, max(sizes, default=0), room(app, host), "input")
+    check_whole(app, [least_tokens(host, size) for size in sizes])
+
+
 def check_whole(app: Models, sizes: Sequence[int], param: str = "input") -> None:
     """A text that is read in one piece has so many tokens at most: others wait for it."""
     if (longest := max(sizes, default=0)) > app.limits.whole:
         most = f"this server reads at most {app.limits.whole:,} in one piece"
-        raise Refusal(400, f"a text has {longest:,} tokens; {most}", param)
+        raise Refusal(400, f"a text has at least {longest:,} tokens; {most}", param)
 
 
 async def embeddings(app: Models, x: Exchange, body: shapes.Embedding) -> None:
-    host = app.host(body.model)
+    host = serving(app, body.model, "embeddings")
     given: Any = body.input
     if isinstance(given, str) or all(isinstance(i, int) for i in given):
         given = [given]
+    if any(isinstance(i, int) for i in given):
+        raise Refusal(400, "a text is one text or a list of ids; these are mixed", "input")
     if any(isinstance(i, str) and not i.strip() for i in given):
         raise Refusal(400, "input has an empty text; give at least one token", "input")
+    check_texts(app, host, given)
     embedder = await app.worker(lambda: Embedder(host.opened, normalize=True), "model")
     texts, longest = all(isinstance(i, str) for i in given), embedder.rows.longest
 
     def read(some: Sequence[Any], start: int) -> list[Tensor]:
         if texts:
             return [row for row in embedder.rows(some, start, "input") if row is not None]
-        rows = prompts_of(app, host, some)
+        encode = needed(host.tokenizer).encode
+        rows = [encode(row) if isinstance(row, str) else row for row in some]
         for row in rows:
             check_tokens(row, written(embedder.model).vocab)
             if longest is not None and len(row) > longest:
@@ -119,8 +139,9 @@ async def translations(app: Models, x: Exchange, body: shapes.Translation) -> No
     lines = [body.input] if isinstance(body.input, str) else body.input
     full = [line for line in lines if line.strip()]
 
+    prompts = await prompts_of(app, host, full, "input") if full else []
+
     def prepare() -> Ask:
-        prompts = prompts_of(app, host, full) if full else []
         most = body.max_tokens or default_length(model, prompts or [[]])
         more = {"max_new_tokens": most, "length_penalty": body.length_penalty, "temperature": 0.0}
         return Ask(app, x, host, body, prompts, **more)
@@ -154,11 +175,12 @@ def _aligned(
 
 
 async def classify(app: Models, x: Exchange, body: shapes.Classification) -> None:
-    host = app.host(body.model)
+    host = serving(app, body.model, "classify")
     classifier = await app.worker(lambda: Classifier(host.opened, name=host.name), "input")
     if classifier.pictures is not None:
         raise Refusal(400, f"{host.name} reads pictures, which this server does not take", "input")
     texts = [body.input] if isinstance(body.input, str) else body.input
+    check_texts(app, host, texts)
     rows = await in_turn(app, texts, lambda some, start: classifier.read(some, start, "input"))
     sizes = [0 if row is None else len(row) for row in rows]
     check_whole(app, sizes)
@@ -179,7 +201,8 @@ async def classify(app: Models, x: Exchange, body: shapes.Classification) -> Non
 
 
 async def fill_masks(app: Models, x: Exchange, body: shapes.Fill) -> None:
-    host = app.host(body.model)
+    host = serving(app, body.model, "fill")
+    check_texts(app, host, [body.input])
     filler = await app.worker(lambda: Filler(host.opened), "input")
     ids = await app.worker(lambda: filler.read(body.input), "input")
     check_whole(app, [len(ids)])
@@ -197,7 +220,7 @@ async def fill_masks(app: Models, x: Exchange, body: shapes.Fill) -> None:
 
 async def look(app: Models, x: Exchange, body: shapes.Look) -> None:
     """Where every head looks, exactly: of a request that ran, its prompt and its answer are read once more."""
-    host = app.host(body.model)
+    host = serving(app, body.model, "look")
     tokenizer, model = needed(host.tokenizer), host.model
     start = [special_of(model).start or 0] if model.reads_source else []
     if (body.id is None) == (body.input is None):
@@ -218,9 +241,9 @@ async def look(app: Models, x: Exchange, body: shapes.Look) -> None:
     else:
         if start and body.source is None:
             raise Refusal(400, "an encoder-decoder looks at a source", "source")
-        given = [body.input, body.source] if start else [body.input]
-        read = await app.worker(lambda: [ids_of(app, host, each or "") for each in given])
-        ids, source = start + read[0], read[1] if start else None
+        (ids,) = await prompts_of(app, host, body.input, "input")
+        if start:
+            ids, (source,) = start + ids, await prompts_of(app, host, body.source, "source")
     device = next(model.parameters()).device
     chosen: dict[str, Any] = {"layers": body.layers, "heads": body.heads, "rows": body.rows}
 

@@ -126,7 +126,7 @@ class _Shielded:
         added = tokenizer.core.get_added_tokens_decoder()
         self.ids = {token.content: (i, token) for i, token in added.items() if token.special}
         self.special = _any_of(token.content for token in added.values())
-        texts = _texts([messages, tools])
+        texts = texts_of([messages, tools])
         spelt = sorted({s for s in self.ids for text in texts if s in text}, key=len)
         self.marks = {chr(MARKS + i): text for i, text in enumerate(spelt)}
         for mark in (*self.marks, OPEN, CLOSE):
@@ -206,12 +206,12 @@ def _each(x: Any, change: Callable[[str], str]) -> Any:
     return [_each(value, change) for value in x] if isinstance(x, list | tuple) else x
 
 
-def _texts(x: Any) -> list[str]:
+def texts_of(x: Any) -> list[str]:
     """Every text in plain data."""
     if isinstance(x, str):
         return [x]
     inner = x.values() if isinstance(x, Mapping) else x if isinstance(x, list | tuple) else ()
-    return [text for value in inner for text in _texts(value)]
+    return [text for value in inner for text in texts_of(value)]
 
 
 def render_chat(
@@ -327,7 +327,7 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
             raise UsageError(f"{where}: arguments are no JSON: {arguments!r:.60}") from None
         more = {} if function is call else {"type": "function", **(call or {})}
         plain.append({**more, "function": {**function, "arguments": arguments}})
-    for text in _texts(plain):
+    for text in texts_of(plain):
         check_unicode(text, where)
     return plain
 

@@ -57,7 +57,9 @@ class Tokenizer:
             self.core.post_processor = build.around(end("bos"), end("eos"))
         self.special = build.special_ids(files, config, ids)
         self.templates = build.templates(files, settings)
-        self.vocab = max(self.core.get_vocab().values(), default=-1) + 1
+        known = self.core.get_vocab()
+        self.vocab = max(known.values(), default=-1) + 1
+        self.longest = max(map(len, known), default=1)  # characters of a token
         added = self.core.get_added_tokens_decoder().items()
         self._skipped = frozenset(index for index, token in added if token.special)
         self._steps = steps(self.core.decoder)

@@ -1,0 +1,137 @@
+"""Texts and conversations become ids. What cannot fit is refused before it is read; the rest is read beside the event
+loop and the engine's thread, short texts by a worker, long ones in the sandbox, where no short one waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from regard.decode.check import context_of
+from regard.decode.graphs import source_length
+from regard.serve import shapes
+from regard.serve.edge import Refusal
+from regard.serve.grammar import told_tools
+from regard.serve.host import Host, Models
+from regard.serve.sandbox import TEXTS
+from regard.text import encode_chat, needed
+from regard.text.chat import texts_of
+
+LONG = 1 << 14  # characters of a request that a worker reads; more are for the sandbox
+TURNS = 256  # messages, in the same way
+# No token is taken to have fewer: a tokenizer may drop some of a text, such as spaces.
+CHARACTERS = 16
+
+
+def room(app: Models, host: Host) -> int:
+    """Tokens that a prompt has at most: of this server, or the model's context."""
+    longest = (source_length if host.model.reads_source else context_of)(host.model)
+    return min(app.limits.prompt, longest or app.limits.prompt)
+
+
+def too_long(what: str, most: int, param: str) -> Refusal:
+    why = f"{param} has {what}; at most {most:,} tokens are read here, so send less"
+    return Refusal(400, why, param, "context_length_exceeded")
+
+
+def least_tokens(host: Host, size: int) -> int:
+    """So many characters are at least so many tokens."""
+    return size // max(CHARACTERS, needed(host.tokenizer).longest)
+
+
+def check_size(host: Host, size: int, most: int, param: str) -> None:
+    """Refuse so many characters if they cannot be as few as `most` tokens."""
+    if least_tokens(host, size) > most:
+        raise too_long(f"{size:,} characters", most, param)
+
+
+async def encoded(
+    app: Models, host: Host, texts: Sequence[str], most: int, param: str, **how: bool
+) -> list[list[int]]:
+    """The ids of texts, of which none has more than `most`."""
+    tokenizer = needed(host.tokenizer)
+    for text in texts:
+        check_size(host, len(text), most, param)
+    if sum(map(len, texts)) <= LONG:
+        return await app.worker(lambda: [tokenizer.encode(text, **how) for text in texts], param)
+    return await sandboxed(host, param, most, "texts", texts=texts, how=how)
+
+
+async def sandboxed(host: Host, param: str, most: int, kind: str, **given: Any) -> Any:
+    about = host.about
+    assert about is not None
+    answer = await TEXTS.run(lambda: TEXTS.ask(about, kind, most=most, **given))
+    if "count" in answer:
+        raise too_long(f"{answer['count']:,} tokens", most, param)
+    if "error" in answer:
+        raise Refusal(400, answer["error"], param)
+    if "ids" not in answer:
+        raise Refusal(400, f"{param} takes too long to read; send less", param)
+    return answer["ids"]
+
+
+async def prompts_of(app: Models, host: Host, given: Any, param: str) -> list[list[int]]:
+    """Ids of a text, of ids, or of a list of either."""
+    if isinstance(given, str) or all(isinstance(i, int) for i in given):
+        given = [given]
+    if any(isinstance(prompt, int) for prompt in given):
+        raise Refusal(400, "a prompt is one text or a list of ids; these are mixed", param)
+    if len(given) > app.limits.prompts:
+        raise Refusal(400, f"{len(given)} prompts; send at most {app.limits.prompts}", param)
+    texts, most = [prompt for prompt in given if isinstance(prompt, str)], app.limits.prompt
+    if texts:
+        found = iter(await encoded(app, host, texts, room(app, host), param))
+        given = [next(found) if isinstance(prompt, str) else prompt for prompt in given]
+    for ids in given:
+        if not ids:
+            raise Refusal(400, "the prompt is empty; give at least one token", param)
+        if len(ids) > most:
+            why = f"the prompt has {len(ids):,} tokens; this server takes at most {most:,}"
+            raise Refusal(400, why, param)
+    return given
+
+
+async def chat_ids(
+    app: Models, host: Host, messages: Sequence[shapes.Message], tools: Sequence[shapes.Tool] = ()
+) -> list[int]:
+    """The prompt of a conversation."""
+    tokenizer, most, param = host.tokenizer, room(app, host), "messages"
+    if tokenizer is None or not tokenizer.templates:
+        why = f"{host.name} has no chat template; use /v1/completions"
+        raise Refusal(400, why, param, "no_chat_template")
+    # A template makes a token of each at least.
+    if len(messages) > most:
+        raise too_long(f"{len(messages):,} messages", most, param)
+
+    def told() -> tuple[dict[str, Any], int]:
+        each = [plain(message) for message in messages]
+        turns, data = told_tools(tokenizer.templates.get("default", ""), each, tools)
+        return {"messages": turns, "tools": data}, sum(map(len, texts_of([turns, data])))
+
+    given, size = await app.worker(told, param)
+    check_size(host, size, most, param)
+    if size > LONG or len(messages) > TURNS:
+        return await sandboxed(host, param, most, "chat", **given)
+    try:
+        return await app.worker(lambda: encode_chat(tokenizer, **given), param)
+    except OSError:
+        why = "no process could be begun for the chat template; come back later"
+        raise Refusal(503, why, code="overloaded", wait=1) from None
+
+
+def plain(message: shapes.Message) -> dict[str, Any]:
+    """A message as templates read it."""
+    content: Any = message.content
+    calls = message.tool_calls
+    if content is None and not calls:
+        raise Refusal(400, "content is null, and there are no tool_calls", "messages")
+    if isinstance(content, list):
+        content = "".join(part.text for part in content)
+    role = "system" if message.role == "developer" else message.role
+    made: dict[str, Any] = {"role": role, "content": content}
+    if calls:
+        made["tool_calls"] = msgspec.to_builtins(calls)
+    for name in ("name", "tool_call_id"):
+        made |= {} if getattr(message, name) is None else {name: getattr(message, name)}
+    return made
