@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,7 +24,7 @@ from regard.checkpoint import hf
 from regard.checkpoint.rules import Family, Step
 from regard.checkpoint.store import check_converted, header, replacing, write_carried, write_json
 from regard.config import from_dict, to_dict
-from regard.errors import UsageError, nearest
+from regard.errors import UsageError, nearest, notice
 from regard.files import read_files, read_json, resolve_model
 from regard.layers import LM, MLM, Answer, Classify, Tag
 from regard.models import Model, adapt
@@ -82,27 +82,32 @@ class Record:
 def load(
     path: str | Path,
     device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | Literal["stored"] | None = None,
     *,
     adapter: str | Path | None = None,
     image_size: int | None = None,
 ) -> Model:
     """A model from a Hugging Face folder, one that `model.save` wrote, a run's, or an adapter's (Regard's or PEFT's),
-    merged into its base; `demo` is the tiny one that is included. In evaluation mode. The weights keep the type they
-    are stored in unless `dtype` says otherwise. `adapter`: one to be merged into this folder's model. `image_size`: of
-    the pictures it is to read, where that is not the folder's (see `with_image_size`)."""
+    merged into its base; `demo` is the tiny one that is included. In evaluation mode. Without a `dtype` the weights
+    have the type they are stored in, or, with a notice, float32 on a CPU that does not multiply that type; "stored"
+    keeps it there too, as no `device` does beside a GPU. `adapter`: one to be merged into this folder's model.
+    `image_size`: of the pictures it is to read, where that is not the folder's (see `with_image_size`)."""
+    wanted = None if dtype == "stored" else dtype
     folder, base = resolve_model(path), None
     if adapter is not None:
         folder, base = resolve_model(adapter), folder
         if not is_adapter(folder):
             raise UsageError(f"{folder} has no {PEFT}: it is not an adapter; name a folder with it")
     if is_adapter(folder):
-        model = hf.cast(adapt.merge(_joined(folder, base)), dtype).to(device=device)
+        model = hf.cast(adapt.merge(_joined(folder, base)), wanted).to(device=device)
     else:
         if not (folder / "config.json").exists():
             check_converted(folder)
-        model = hf.load(folder, device, dtype)
+        model = hf.load(folder, device, wanted)
     model.origin.base = Base(folder)
+    stays = device is not None or not torch.cuda.is_available()
+    if dtype is None and stays and (why := hf.widen(model)):
+        notice(f'{why}; dtype="stored" keeps them as they are')
     return model if image_size is None else adapt.with_image_size(model, image_size)
 
 
@@ -114,9 +119,9 @@ def _joined(folder: Path, base: Path | None) -> Model:
     """The base with the adapter in its place, not merged."""
     record, peft, tensors = _record(folder), _peft(folder), _tensors(folder)
     if record is None:
-        model, head = load(base or _named(peft, folder)), _head_of(peft, tensors)
+        model, head = load(base or _named(peft, folder), dtype="stored"), _head_of(peft, tensors)
     else:
-        model, head = load(_base(record, folder, base)), record.head
+        model, head = load(_base(record, folder, base), dtype="stored"), record.head
         model = hf.cast(model, getattr(torch, record.dtype))
         if record.int4:
             adapt.quantize(model)
@@ -151,9 +156,12 @@ def save_adapter(model: Model, path: str | Path) -> Path:
     inner, low = {n for n in trained if not n.startswith("head.")}, adapt.low_ranks(model)
     if inner != set(_lora_names(model)):
         raise UsageError("weights of the body itself are trained: use model.save")
+    # A head that was learned is float32, and so is the model around it; else LoRA is merged into what was stored.
+    first, p = next(model.named_parameters())
+    dtype = p.dtype if trained - inner else model.origin.stored.get(first, p.dtype)
     record = Record(
         Stand(str(base.folder), os.path.relpath(base.folder, path.resolve()), base.files),
-        hf.dtype_name(next(model.parameters()).dtype),
+        hf.dtype_name(dtype),
         next(iter(low.values())).config if low else None,
         tuple(sorted({name.rpartition(".")[2] for name in low})),
         any(isinstance(m, adapt.Int4Linear) for m in model.modules()),

@@ -12,6 +12,7 @@ from tyro.conf import Positional, arg
 
 from regard.cli.shared import check_new_folder, dim, talk
 from regard.errors import DATA, RUN, UsageError, blaming, notice
+from regard.files import model_folder, resolve_model
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,10 @@ class Options:
 class MergeOptions:
     """Write an adapter and the model it stands on as one model folder, which needs neither.
 
-    regard merge runs/tuned/best merged              then: regard generate merged "Once upon a time"
+    regard merge runs/tuned merged                   then: regard generate merged "Once upon a time"
     """
 
-    # a folder with adapter.json, as training with LoRA writes it
+    # a run with LoRA, or a folder with adapter_config.json and adapter_model.safetensors: Regard's or PEFT's
     adapter: Annotated[Positional[str], arg(metavar="ADAPTER")]
     # the new folder; one that has files in it is refused
     out: Annotated[Positional[str], arg(metavar="OUT")]
@@ -86,14 +87,17 @@ def progress(done: int, total: int) -> None:
 
 def merge(options: MergeOptions) -> int:
     from regard.checkpoint import load
-    from regard.checkpoint.adapter import RECORD
+    from regard.checkpoint.adapter import PEFT, is_adapter
 
-    adapter, out = Path(options.adapter), Path(options.out)
+    out = Path(options.out)
     check_new_folder(out)
     with blaming(DATA):
-        if adapter.is_dir() and not (adapter / RECORD).is_file():
-            raise UsageError(f"{adapter} has no {RECORD}: it is not an adapter, nothing to merge")
-        model = load(adapter)
+        adapter = model_folder(resolve_model(options.adapter))
+        if not is_adapter(adapter):
+            whole = (adapter / "config.json").is_file() and "; it is a whole model, use it as it is"
+            why = f"{adapter} has no {PEFT}: it is not an adapter, nothing to merge"
+            raise UsageError(f"{why}{whole or ''}")
+        model = load(adapter, dtype="stored")
     with blaming(RUN):
         model.save(out)
     talk(f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters")

@@ -7,7 +7,7 @@ Ids are written once, into a folder, and used again as long as files, tokenizer 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import chain
@@ -221,8 +221,15 @@ def _formats(data: Data, task: str, name: str) -> set[str]:
 # --- files -> a feed ----------------------------------------------------------------------------------------------
 
 
-def load(task: str, data: Data, coder: Coder | None, folder: Path, seed: int = 0) -> Loaded:
-    """The feed of a task. Shards go into `folder`."""
+def load(
+    task: str,
+    data: Data,
+    coder: Coder | None,
+    folder: Path,
+    seed: int = 0,
+    labels: Sequence[str] = (),
+) -> Loaded:
+    """The feed of a task. Shards go into `folder`. `labels`: those that the model has already, in its order."""
     check_choice("task", task, KINDS)
     if coder is None and KINDS[task].texts:
         raise UsageError(f"task = {task!r} reads text and needs a tokenizer")
@@ -235,7 +242,7 @@ def load(task: str, data: Data, coder: Coder | None, folder: Path, seed: int = 0
     classes: list[str] = []
     for i, source in enumerate(sources):
         home = folder / (f"train-{i}" if i else "train")
-        parts.append(shards_of(task, source, coder, home, classes or None))
+        parts.append(shards_of(task, source, coder, home, classes or None, labels))
         classes = classes or parts[0].notes.get("classes", [])
     columns, name, notes, held = parts[0].columns, parts[0].fingerprint, parts[0].notes, None
     if data.weights:
@@ -247,7 +254,8 @@ def load(task: str, data: Data, coder: Coder | None, folder: Path, seed: int = 0
             for n, x in notes.items()
         }
     if _tuple(data.valid):
-        valid = shards_of(task, data.source(valid=True), coder, folder / "valid", classes or None)
+        home = folder / "valid"
+        valid = shards_of(task, data.source(valid=True), coder, home, classes or None, labels)
         held = feed_of(task, data, coder, batching, valid.columns, valid.fingerprint, None)
     elif data.held:
         columns, rest = _split(columns, data.held, task == "lm" and data.pack != "none")
@@ -305,10 +313,17 @@ def _split(
 
 
 def shards_of(
-    task: str, source: Source, coder: Coder | None, folder: Path, classes: list[str] | None
+    task: str,
+    source: Source,
+    coder: Coder | None,
+    folder: Path,
+    classes: list[str] | None,
+    labels: Sequence[str] = (),
 ) -> Shards:
     made_of: dict[str, Any] = {name: getattr(source, name) for name in SETTINGS}
     made_of |= {"task": task, "classes": classes}
+    # Not where there are none: shards of older versions are used again.
+    made_of |= {"labels": list(labels)} if labels else {}
     made_of["tokenizer"] = None if coder is None else coder.fingerprint
     if coder is not None:
         made_of["special"] = [coder.before, coder.between, coder.after, coder.start, coder.end]
@@ -317,8 +332,8 @@ def shards_of(
     made_of["sources"] = _sources(source)
     if source.format != "hub":
         made_of["beside"] = [sha256(p) for p in source.beside_files()]
-    fill = KINDS[task].fill
-    return prepare(folder, made_of, lambda writer: fill(Filling(writer, source, coder, classes)))
+    fill, known = KINDS[task].fill, (source, coder, classes, labels)
+    return prepare(folder, made_of, lambda writer: fill(Filling(writer, *known)))
 
 
 def _sources(source: Source) -> list[str]:

@@ -127,12 +127,14 @@ def _template(tokenizer: Tokenizer) -> tuple[Ids, Ids, Ids, bool]:
 
 @dataclass
 class Filling:
-    """Shards while they are written. `coder` is None for pictures alone; `classes` are those of the training data."""
+    """Shards while they are written. `coder` is None for pictures alone; `classes` are those of the training data,
+    `labels` those that the model's head has already."""
 
     writer: Writer
     source: Source
     coder: Any
     classes: list[str] | None
+    labels: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         self.count = {"records": 0, "empty": 0, "tokens": 0, "unknown": 0}
@@ -158,7 +160,7 @@ class Filling:
 
     def numbers(self, classes: Callable[[], list[str]]) -> Numbers:
         """Of the training data's classes, or of those found here."""
-        return Numbers((name, i) for i, name in enumerate(self.classes or classes()))
+        return Numbers(self.classes or joined_classes(classes(), self.labels), self.labels)
 
     def texts(self, chunk: list[Record], role: str) -> list[str]:
         for record in chunk:
@@ -329,7 +331,7 @@ def fill_classified(filling: Filling) -> None:
         rows = [[*one, *between, *chain(*rest)] if one else [] for one, *rest in zip(*parts)]
         labels += [chosen[i] for i in filling.add(ids=filling.counted(rows))]
     filling.writer.array("labels", np.array(labels, np.int64))
-    filling.done(classes=list(number))
+    filling.done(**number.notes)
 
 
 def fill_tagged(filling: Filling) -> None:
@@ -354,7 +356,7 @@ def fill_tagged(filling: Filling) -> None:
             labels.append(label)
         kept = filling.add(ids=filling.counted(ids))
         filling.writer.extend("labels", [labels[i] for i in kept], "int32")
-    filling.done(classes=list(number))
+    filling.done(**number.notes)
 
 
 def fill_answers(filling: Filling) -> None:
@@ -390,7 +392,7 @@ def fill_pictures(filling: Filling) -> None:
     number = filling.numbers(lambda: ordered(set(names)))
     filling.writer.array("images", images)
     filling.writer.array("labels", np.array([number[name] for name in names], np.int64))
-    filling.writer.notes = {"records": len(images), "empty": 0, "classes": list(number)}
+    filling.writer.notes = {"records": len(images), "empty": 0, **number.notes}
 
 
 def fill_captions(filling: Filling) -> None:
@@ -406,12 +408,40 @@ def fill_captions(filling: Filling) -> None:
 
 
 class Numbers(dict[str, int]):
-    """The classes of the training data, each with its number."""
+    """The classes, each with its number. A label that is a number may be that of one of the model's `labels`, where
+    none of them is called so."""
+
+    def __init__(self, classes: Sequence[str], labels: Sequence[str] = ()):
+        super().__init__((name, i) for i, name in enumerate(classes))
+        self.counted = bool(labels) and not any(name.isdecimal() for name in classes)
+        self.used: set[str] = set()
+
+    def __getitem__(self, name: str) -> int:
+        self.used.add(name)
+        return super().__getitem__(name)
 
     def __missing__(self, name: str) -> int:
+        if self.counted and name.isdecimal() and int(name) < len(self):
+            return int(name)
         raise DataError(
             f"label {name!r} is not among the classes of the training data: {', '.join(self)[:200]}"
         )
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """The classes, and the labels that examples have."""
+        return {"classes": list(self), "labels": ordered(self.used, least=0)}
+
+
+def joined_classes(found: list[str], labels: Sequence[str]) -> list[str]:
+    """The classes of data for a head with these labels, which keep their places: then come those that are new. Where
+    the two have nothing in common, the data's alone, unless they are the numbers of the labels."""
+    numbers = all(name.isdecimal() and int(name) < len(labels) for name in found)
+    if numbers and not any(name.isdecimal() for name in labels):
+        return [*labels]
+    if not {*found} & {*labels}:
+        return found
+    return [*labels, *(name for name in found if name not in labels)]
 
 
 def classes_of(source: Source, role: str) -> list[str]:
@@ -423,8 +453,8 @@ def classes_of(source: Source, role: str) -> list[str]:
     return ordered(names)
 
 
-def ordered(names: set[str]) -> list[str]:
-    if len(names) < 2:
+def ordered(names: set[str], least: int = 2) -> list[str]:
+    if len(names) < least:
         raise DataError(f"every label is {min(names, default='')!r}; give data with two classes")
     numbers = all(name.isdecimal() for name in names)
     return sorted(names, key=lambda name: (int(name), name) if numbers else (0, name))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from regard.checkpoint import load
-from regard.checkpoint.hf import MODULES, POOLING
+from regard.checkpoint.hf import MODULES, POOLING, widen
 from regard.data.feed import types_of
 from regard.data.read import Pictures
 from regard.data.tokens import Coder
@@ -27,7 +27,7 @@ from regard.kernels.linear import half_is_fast
 from regard.layers import MLM, Answer, Classify
 from regard.machine import pick_device
 from regard.models import Model, Patches, Transformer
-from regard.models.adapt import classes_of
+from regard.models.adapt import class_names
 from regard.models.transformer import mean_real
 from regard.text import needed
 from regard.train.measure import best_spans, context_of
@@ -95,7 +95,7 @@ class Opened:
         place, why = pick_device(device)
         ours = not isinstance(model, Model)
         with blaming(DATA):
-            model = loaded(model, place, dtype)
+            model = loaded(model, place, dtype, packed=True)
             self.tokenizer = tokenizer_of(model)
             told(model)
         alone, place = quantize == "none", next(model.parameters()).device
@@ -138,11 +138,20 @@ class Opened:
         return f"{self.precision}: {change}"
 
 
-def loaded(model: str | Path | Model, device: torch.device, dtype: str) -> Model:
-    """A model as it is, or from its folder or its run's."""
+def loaded(
+    model: str | Path | Model, device: torch.device, dtype: str, packed: bool = False
+) -> Model:
+    """A model as it is, or from its folder or its run's; one that will be `packed` in the type it is stored in, which
+    is widened weight by weight then."""
     if isinstance(model, Model):
         return model
-    return load(model, device=device, dtype=DTYPES[dtype])
+    kind: Any = DTYPES[dtype]
+    stored = packed and kind is None
+    opened = load(model, device=device, dtype="stored" if stored else kind)
+    # Cells are not packed: they compute in the type they have.
+    if stored and not opened.towers:
+        widen(opened)
+    return opened
 
 
 def precision_of(model: Model, asked: str) -> str:
@@ -216,14 +225,6 @@ class Classifier:
         answers = [zip(self.names, row) for row in self.model(*inputs).float().softmax(-1).tolist()]
         ranked = iter([sorted(pairs, key=lambda pair: -pair[1]) for pairs in answers])
         return [[] if x is None else next(ranked) for x in examples]
-
-
-def class_names(model: Any) -> list[str]:
-    """The names of a classifier's classes; numbers, where its folder names none."""
-    numbers = range(model.config.head.labels)
-    names = [str(name) for name in classes_of(model)]
-    nameless = len(names) != len(numbers) or names == [f"LABEL_{i}" for i in numbers]
-    return [str(i) for i in numbers] if nameless else names
 
 
 class Rows:

@@ -33,6 +33,7 @@ from regard.fast.cpu import prepare
 from regard.layers import LM, MLM, Answer, Classify, Tag
 from regard.machine import pick_device
 from regard.models import Model
+from regard.models.adapt import class_names
 from regard.text import needed
 from regard.train import measure as measuring
 from regard.train.loss import masked_lm_loss
@@ -176,11 +177,11 @@ class Judge:
         self.dtype, self.beams, self.about = dtype, beams, ""
         self.run = {} if isinstance(model, Model) else run_settings(model)
         with blaming(DATA):
-            model = opening.loaded(model, place, dtype)
+            model = opening.loaded(model, place, dtype, packed=quantize != "none")
             self.task = task_of(model)
             self.tokenizer = None if self.task == "image" else needed(tokenizer_of(model))
         self.coder = None if self.tokenizer is None else Coder(self.tokenizer)
-        self.classes = opening.class_names(model) if self.task in measuring.LABELLED[:3] else []
+        self.classes = class_names(model) if self.task in measuring.LABELLED[:3] else []
         self.patches, self.quantized = opening.patches_of(model), quantize != "none"
         self.model: Any = prepare(model, quantize) if self.quantized else model
 
@@ -279,7 +280,8 @@ class Judge:
     def _feed(self, folder: Path) -> Feed:
         """All of the data, as what is held out."""
         source, batching, coder = self.data.source(), self.data.batching(SEED), self.coder
-        shards = shards_of(self.task, source, coder, folder / "data", self.classes or None)
+        home, classes = folder / "data", self.classes
+        shards = shards_of(self.task, source, coder, home, classes or None, classes)
         columns, notes = shards.columns, shards.notes
         self.about = _examples(notes["records"] - notes["empty"])
         if self.patches is not None:

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import platform
 import sys
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,8 @@ from regard.kernels.c.linear import Layer, NativeLinear, usable
 PRECISIONS = ("fp32", "bf16", "int8", "int4")
 DENSE = 40  # rows above which a 4-bit W is better turned back first
 GROUP = 32  # inputs that share a scale in 4 bits
+# Where oneDNN lacks a product, torch says so once with twenty lines of C++ frames, and goes on without it.
+warnings.filterwarnings("ignore", message=".*failed, switching to (baddbmm|BLAS gemm)")
 
 
 def pack(
@@ -89,6 +92,8 @@ def packs(device: str, dtype: torch.dtype) -> bool:
         return False
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
+    if dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        return False
     w = torch.eye(16, dtype=dtype)
     try:
         return torch.equal(Packed(w, None)(w), w)
@@ -103,6 +108,13 @@ def half_is_fast() -> bool:
         with contextlib.suppress(RuntimeError):  # REGARD_ISA names what is not there
             return native.form() in ("amx", "avx512bf16")
     return packs("cpu", torch.bfloat16)
+
+
+def is_fast(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies numbers of this type, rather than widen them first."""
+    if dtype == torch.bfloat16:
+        return half_is_fast()
+    return dtype.itemsize >= 4 or packs("cpu", dtype)
 
 
 class Int4(Layer):

@@ -71,6 +71,24 @@ def with_head(model: Model, head: Head) -> Model:
     return model
 
 
+def with_labels(model: Model, count: int) -> Model:
+    """`model` with a head for `count` labels, more than it has, in place: its own keep their numbers and their rows,
+    the new ones start as the family's do. The rest of the head stays."""
+    head, start = model.head, getattr(model.origin, "start", None) or start_of(model.config)
+    for name in ("out", "teacher"):
+        old: nn.Linear | None = getattr(head, name)
+        if old is not None:
+            new = nn.Linear(old.in_features, count, bias=old.bias is not None)
+            initialize(new, start)
+            new.to(old.weight)
+            for wide, narrow in zip(new.parameters(), old.parameters(), strict=True):
+                wide.data[: len(narrow)] = narrow.data
+            setattr(head, name, new)
+    head.config = replace(head.config, labels=count)
+    model.config = replace(model.config, head=head.config)
+    return model
+
+
 def with_image_size(model: Model, size: int) -> Model:
     """`model` for images of size x size, in place: its learned grid of positions is scaled by bicubic interpolation, as
     transformers' `interpolate_pos_encoding` does it; those of the tokens in front stay."""
@@ -130,6 +148,14 @@ def classes_of(model: Any) -> list[str]:
     """The names of a model's labels, in order; [] where its folder says none."""
     found = model.origin.config.get("id2label") if model.origin is not None else None
     return [found[key] for key in sorted(found, key=int)] if found else []
+
+
+def class_names(model: Any) -> list[str]:
+    """The names of a classifier's classes; numbers, where its folder names none."""
+    numbers = range(model.config.head.labels)
+    names = [str(name) for name in classes_of(model)]
+    nameless = len(names) != len(numbers) or names == [f"LABEL_{i}" for i in numbers]
+    return [str(i) for i in numbers] if nameless else names
 
 
 # --- LoRA ---------------------------------------------------------------------------------------------------------
@@ -244,6 +270,20 @@ def switched_off(model: Any) -> Iterator[None]:
         for name, low in layers.items():
             _set(model, name, low)
         model.train(training)
+
+
+def without_dropout(model: Model) -> bool:
+    """Take dropout out of the body, in place; its config, which is saved, still says it. LoRA's own, which was asked
+    for, stays. Whether there was any."""
+    kept, there = {id(low.dropout) for low in low_ranks(model).values()}, False
+    for part in model.modules():
+        if isinstance(part, nn.Dropout) and id(part) not in kept:
+            there, part.p = there or part.p > 0, 0.0
+        config: Any = getattr(part, "config", None)
+        drops = {n: 0.0 for n in ("dropout", "layer_drop") if getattr(config, n, None)}
+        if drops and part is not model and not isinstance(part, LowRank):
+            there, part.config = True, replace(config, **drops)
+    return there
 
 
 # --- QLoRA: the base in 4 bits -------------------------------------------------------------------------------------

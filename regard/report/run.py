@@ -243,7 +243,7 @@ class Summary:
 def summary(run: Run) -> Summary:
     info, metric, losses = run.info, run.info.get("metric") or "loss", run.curve("loss")
     means = [y for _, y in smooth(losses)]
-    best = next((e for e in reversed(run.evaluations) if e.get("best")), None)
+    best = next((e for e in reversed(run.evaluations) if _best(e, metric)), None)
     last = run.evaluations[-1] if run.evaluations else {}
     diverged = info.get("status") == "diverged"
     if means and not diverged:
@@ -278,6 +278,11 @@ def smooth(points: Sequence[Point]) -> list[Point]:
             mean, weight = keep * mean + (1 - keep) * x, keep * weight + 1 - keep
         means.append((at, mean / weight if weight else math.nan))
     return means
+
+
+def _best(event: dict[str, Any], metric: str) -> bool:
+    """Whether an evaluation was the best so far. Older versions said so of what is not a number."""
+    return bool(event.get("best")) and not math.isnan(_float(event.get(metric)))
 
 
 def _float(value: object) -> float:
@@ -479,7 +484,8 @@ def _evaluations(run: Run, best: int | None) -> Iterator[Block]:
     rows = []
     for event in (run.evaluations[i] for i in sorted(chosen)):
         values = [number(event[m]) if m in event else "-" for m in run.metrics]
-        rows.append((event["step"], *values, "best so far" if event.get("best") else ""))
+        good = _best(event, run.info.get("metric") or "loss")
+        rows.append((event["step"], *values, "best so far" if good else ""))
     yield Block("table", head=("step", *run.metrics, ""), rows=rows)
     if len(rows) < len(run.evaluations):
         yield Block("text", f"{len(rows)} of {len(run.evaluations)} evaluations are shown.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ import torch
 
 from regard.checkpoint import load as load_model
 from regard.checkpoint.adapter import load_adapter, save_adapter
-from regard.checkpoint.hf import Origin
+from regard.checkpoint.hf import Origin, cast, widen
 from regard.config import having, to_dict
 from regard.data.config import CHATS, Data, Loaded, text_roles
 from regard.data.config import load as load_data
@@ -26,10 +26,11 @@ from regard.data.read import records, wording
 from regard.data.tokens import Coder
 from regard.data.train_tokenizer import train_tokenizer, write_files
 from regard.errors import DATA, Fault, UsageError, blaming
+from regard.fast import train as fast
 from regard.files import TRAINED, read_files
-from regard.layers import LM, MLM
+from regard.layers import LM, MLM, Classify, Tag
 from regard.models import Patches
-from regard.models.adapt import labels, with_head
+from regard.models.adapt import class_names, labels, with_head, with_labels, without_dropout
 from regard.presets import PRESETS, build
 from regard.text import CHATML, Tokenizer, needed, special_ids
 from regard.text.chat import strange_marks
@@ -55,6 +56,7 @@ def assemble(
         files, coder, loaded = team.first(lambda: read_data(config, start, folder))
     config = replace(config, train=config.train.counted(loaded.feed.epoch))
     torch.manual_seed(config.train.seed)
+    own = own_labels(config.task, start)
     model = make_model(config, start, coder, loaded.classes)
     check_fits(model, loaded, config.data)
     model.origin.files = {**model.origin.files, **files}
@@ -74,12 +76,18 @@ def assemble(
         saved[TRAINED] = max(before, length)
     model.origin.config = {**saved, **labels(loaded.classes)}
     ended(model.origin, loaded.notes.get("ends", []))
-    texts, stored = notices(config, model, coder), str(next(model.parameters()).dtype)
+    texts, small = label_notices(own, loaded), config.adapt.low_rank
+    texts += notices(config, model, coder)
+    # Beside LoRA the body stays in the type it is stored in, if the device computes in that; else all is float32.
+    if small and device.type == "cpu" and (why := widen(model)):
+        texts.append(why)
+    stored = str(next(model.parameters()).dtype)
+    model = fast.masters(config.learning(model, device))
     objective: Any = config.objective
-    if config.task == "prefer" and (config.prefer.reference or not config.adapt.low_rank):
-        objective = partial(objective, reference=reference_of(config, model, coder).to(device))
-    model = config.learning(model, device)
-    small = config.adapt.low_rank
+    if config.task == "prefer" and without_dropout(model):
+        texts.append("preferences are learned without dropout: what is compared has none either")
+    if config.task == "prefer" and (config.prefer.reference or not small):
+        objective = partial(objective, reference=reference_of(config, model, coder))
     save = save_adapter if small else lambda m, path: m.save(path)
     load = partial(load_adapter, into=model) if small else load_model
     checkpoints = Checkpoints(folder / "checkpoints", save, keep, partial(written, small=small))
@@ -93,12 +101,17 @@ def assemble(
 
 
 def reference_of(config: Config, model: Any, coder: Coder | None) -> Any:
-    """What preferences are compared with, frozen: a folder's model, or the one that is about to learn."""
+    """What preferences are compared with, frozen: a folder's model, or the one that is about to learn. In its type, of
+    its parts and on its device: before the first step a model and its copy give the same bits."""
     if not config.prefer.reference:
-        return copy.deepcopy(model).requires_grad_(False).eval()
-    with blaming(DATA):
-        reference = load_model(config.prefer.reference)
-    check_suits(config.task, reference, coder)
+        reference = copy.deepcopy(model)
+    else:
+        with blaming(DATA):
+            reference = load_model(config.prefer.reference, dtype="stored")
+        check_suits(config.task, reference, coder)
+        weight = next(model.parameters())
+        reference = cast(reference, weight.dtype).to(weight.device)
+    reference = reference if config.train.parallel.mode == "tensor" else fast.joined(reference)
     return reference.requires_grad_(False).eval()
 
 
@@ -120,7 +133,7 @@ def start_of(config: Config, **how: Any) -> Any:
         folder, size = (config.model.get(name) for name in ("folder", "size"))
         if folder is None:
             return None
-        return load_model(folder, image_size=size, **how)
+        return load_model(folder, dtype="stored", image_size=size, **how)
 
 
 def read_data(
@@ -134,7 +147,8 @@ def read_data(
         coder = Coder(needed(Tokenizer.from_files(files, {}))) if files else None
     if start is not None:
         check_suits(config.task, start, coder)
-    loaded = load_data(reads, config.data, coder, folder / "data", config.train.seed)
+    own, home = own_labels(config.task, start), folder / "data"
+    loaded = load_data(reads, config.data, coder, home, config.train.seed, own)
     return files, coder, loaded
 
 
@@ -150,10 +164,46 @@ def make_model(config: Config, start: Any, coder: Coder | None, classes: list[st
     new_head = TASKS[config.task].head
     if new_head is None:
         return model
-    head, wanted = getattr(model.config, "head", None), new_head(len(classes))
-    if isinstance(head, type(wanted)) and head.labels == wanted.labels:
+    wanted, own = new_head(len(classes)), own_labels(config.task, model)
+    if own and classes[: len(own)] == own:
+        return model if len(classes) == len(own) else with_labels(model, len(classes))
+    if not classes and isinstance(getattr(model.config, "head", None), type(wanted)):
         return model
     return with_head(model, wanted)
+
+
+def own_labels(task: str, model: Any) -> list[str]:
+    """The labels that a model's head has already, in its order; [] where the task needs a new head."""
+    make, head = TASKS[task].head, getattr(getattr(model, "config", None), "head", None)
+    if make is None or not isinstance(head, Classify | Tag) or type(head) is not type(make(1)):
+        return []
+    return class_names(model)
+
+
+def label_notices(own: list[str], loaded: Loaded) -> list[str]:
+    """What becomes of a head's labels: they keep their meaning, whatever the data's are."""
+
+    def listed(names: Iterable[str]) -> str:
+        return f"{', '.join(names):.200}"
+
+    classes, used = loaded.classes, loaded.notes.get("labels", [])
+    if not own:
+        return []
+    if classes[: len(own)] != own:
+        keep = (
+            own == [str(i) for i in range(len(own))] and " (labels that are numbers would keep it)"
+        )
+        why = f"the model's labels ({listed(own)}) are not the data's ({listed(used)})"
+        return [f"{why}: its head is replaced by a new one{keep or ''}"]
+    texts = []
+    if not {*used} & {*classes}:
+        pairs = listed(f"{i} = {own[int(i)]}" for i in used)
+        texts.append(f"the data's labels are numbers, which are taken for the model's: {pairs}")
+    elif absent := [name for name in own if name not in used]:
+        texts.append(f"no example has the label {listed(absent)}; the head keeps it")
+    if new := classes[len(own) :]:
+        texts.append(f"new labels: {listed(new)}; the others keep their place in the head")
+    return texts
 
 
 def fresh(config: Config, vocab: int, device: str | None = None) -> Any:

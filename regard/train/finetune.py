@@ -33,6 +33,14 @@ COLUMNS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 # The peak learning rate, and that of preferences, which are learned in small steps.
 RATES = {"full": (5e-5, 1e-6), "frozen": (1e-3, 1e-6), "lora": (2e-4, 1e-5), "qlora": (2e-4, 1e-5)}
+# A setting of the user's (with some values, or any), and those of ours that it takes the place of.
+CLASHES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "train.steps": ((), ("train.epochs",)),
+    "data.valid": ((), ("data.held",)),
+    "data.tokens": ((), ("data.rows",)),
+    "data.pack": (("stream", "windows"), ("data.overlong",)),
+    "adapt.method": (("full", "frozen"), ("adapt.rank", "adapt.alpha", "adapt.targets")),
+}
 LENGTH = 1024  # tokens of a row at most, where the model could read more
 WHOLE = ("lm", "chat", "prefer", "mlm")  # learned in one epoch, others in three
 
@@ -58,6 +66,8 @@ def finetune(
         tables = decide(model, data, task, method, valid)
     cuda = pick_device(device)[0].type == "cuda"
     tables["train"] |= {"precision": "bf16"} if cuda else {}
+    if "train.steps" in (changes or {}):
+        del tables["train"]["epochs"]
     return train(tables, folder, changes=changes, device=device, **how)
 
 

@@ -333,9 +333,11 @@ def prefer(
         reward = answer_logs(model, ids, labels)
         if reference is not None or low_ranks(model):
             off = nullcontext() if reference is not None else switched_off(model)
-            with torch.no_grad(), off:
+            # Nothing in it learns, so that no graph is kept; but where gradients are on, products may be joined, and
+            # the same parts give the same bits.
+            with off:
                 # A copy: what is measured remembers the ids it was asked for last.
-                usual = answer_logs(reference or model, ids.clone(), labels)
+                usual = answer_logs(reference or model, ids.clone(), labels).detach()
             reward = reward - usual
         if how.form == "normalised":
             reward = reward / (labels != IGNORE).sum(1).clamp(min=1)

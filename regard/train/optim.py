@@ -15,6 +15,7 @@ from regard.config import Amount, Count, Fraction, Positive, Share, Whole, setti
 from regard.data.feed import Batch, Objective
 from regard.errors import UsageError, check_choice, nearest
 from regard.layers import LabelHead, LMHead
+from regard.models.adapt import chooses
 from regard.models.embedding import PatchEmbedding, TokenEmbedding
 from regard.position import PositionVectors, RelativeBias
 from regard.train.loss import table
@@ -105,13 +106,14 @@ def kinds(model: nn.Module) -> dict[str, str]:
     """Every trained parameter by name: "matrix", "table" or "vector".
 
     A table is looked up by row (embeddings, positions, types, class tokens, relative biases); a vector has one axis
-    (norms, biases, sinks); all else multiplies: a matrix."""
+    (norms, biases, sinks), or one per expert (their biases); all else multiplies: a matrix."""
     tables = {id(p) for m in model.modules() if isinstance(m, _TABLES) for p in m.parameters(False)}
-    return {
-        name: "vector" if p.dim() < 2 else "table" if id(p) in tables else "matrix"
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }
+    kinds = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            vector = p.dim() < 2 or name.endswith("_bias")
+            kinds[name] = "vector" if vector else "table" if id(p) in tables else "matrix"
+    return kinds
 
 
 def decays(model: nn.Module) -> set[str]:
@@ -126,11 +128,18 @@ def decays(model: nn.Module) -> set[str]:
 def hidden(model: nn.Module) -> set[str]:
     """Names of the matrices between what a model reads and what it says, stacks of experts too. Jordan et al. take
     Muon for these alone: a row of an embedding or of the head belongs to one word, so there is no product whose
-    directions could be evened out."""
+    directions could be evened out. Nor is there one in what chooses experts, in a gate of one row, in the taps of a
+    convolution, which are a filter for each channel."""
     ends = [m for m in model.modules() if isinstance(m, (*_TABLES, LMHead, LabelHead))]
     outer = {id(p) for m in ends for p in m.parameters()}
     named = dict(model.named_parameters())
-    return {n for n, kind in kinds(model).items() if kind == "matrix" and id(named[n]) not in outer}
+
+    def turns(name: str) -> bool:
+        layer, _, last = name.rpartition(".")
+        return not (last == "taps" or chooses(layer) or min(named[name].shape[-2:]) == 1)
+
+    matrices = (n for n, kind in kinds(model).items() if kind == "matrix")
+    return {n for n in matrices if id(named[n]) not in outer and turns(n)}
 
 
 # --- the optimiser ------------------------------------------------------------------------------------------------

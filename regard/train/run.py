@@ -250,7 +250,10 @@ def _run(
             status = trainer.run(stop)
     except Diverged as error:
         status = "diverged"
-        raise Fault(f"{error}; go on: {again(folder)} --train.nan skip", RUN) from None
+        how = f"go on: {again(folder)} --train.nan skip"
+        if error.final:
+            how = "start anew with --overwrite --train.optim.lr and a lower rate"
+        raise Fault(f"{error}; {how}", RUN) from None
     except Lost as error:
         raise Fault(f"{error}: {again(folder)}", RUN) from None
     finally:

@@ -30,6 +30,7 @@ from regard.train.parallel import Parallel, SingleProcess
 
 AVERAGE = "average"  # the folder of the checkpoints' mean
 POLICIES = ("stop", "skip", "back")
+SKIPS = 10  # steps one after the other that are left out at most: more are no bad luck
 # settings of `Train` that change no weight: a run may go on with others
 FREE = ("steps", "evaluate", "save", "metric", "patience", "average", "nan", "parallel")
 # What settings of `Train` were called before -> now; config files and checkpoints may have either.
@@ -64,7 +65,7 @@ class Train:
     # weight of the loss that keeps a mixture's experts in balance; see `balanced`
     balance: Amount | None = None
     bias_speed: Amount = 0.001  # how far the correction bias of a mixture moves in a step
-    # loss or gradient not finite: stop, skip the step, or go back to a checkpoint
+    # loss or gradient not finite: stop, skip the step, or go back to a checkpoint; ten in a row stop
     nan: str = "stop"
     optim: Optim = field(default_factory=Optim)  # the optimiser
     schedule: Schedule = field(default_factory=Schedule)  # the learning rate over time
@@ -95,7 +96,12 @@ class Stopped(Exception):
 
 
 class Diverged(UsageError):
-    """A loss or gradient that is not finite, where the policy is to stop; the weights are as before that step."""
+    """A loss or gradient that is not finite, where the policy is to stop; the weights are as before that step. `final`:
+    going on with other settings of the same kind would not help."""
+
+    def __init__(self, text: str, final: bool = False):
+        super().__init__(text)
+        self.final = final
 
 
 @dataclass
@@ -175,7 +181,8 @@ class Trainer:
         self.optimizer.load(self.team.read(path, self.optimizer.named))
         self.at = Progress(**state["progress"])
         self.saved = self.at.step
-        if "train.metric" in changes:
+        # Older versions could take a value that is not a number for the best.
+        if "train.metric" in changes or math.isnan(self.at.best_value or 0.0):
             self.at.best = self.at.best_value = None
             self.at.waited = 0
         if changes and changes != self.changes:
@@ -268,6 +275,10 @@ class Trainer:
         self.tell({"kind": "broken", "step": step, "loss": loss, "norm": norm})
         if self.config.nan == "stop":
             raise Diverged(f"{what}; lower the learning rate, or say train.nan = skip or back")
+        before = {*self.at.skipped}
+        if all(step - i in before for i in range(1, SKIPS)):
+            why = f"{SKIPS} steps in a row were not finite, the last of them {what}"
+            raise Diverged(f"{why}; skipping more would not help", final=True)
         if self.config.nan == "back":
             skipped = [*self.at.skipped, step]
             if not self.resume():
@@ -307,7 +318,8 @@ class Trainer:
             raise UsageError(
                 f"train.metric = {metric!r} was not measured; {nearest(metric, figures)}"
             )
-        return self.at.best_value is None or better(metric, figures[metric], self.at.best_value)
+        best = math.nan if self.at.best_value is None else self.at.best_value
+        return better(metric, figures[metric], best)
 
     # Around the call too: what wraps the model must know that no backward pass follows.
     @torch.no_grad()

@@ -46,7 +46,7 @@ def made(preset: str, folder: Path, dtype: torch.dtype | None = None) -> Path:
 
 def tuned(folder: Path, head: Any = None, classes: tuple[str, ...] = (), **settings: Any) -> Any:
     """As after training: matrices and head that are not what they began with."""
-    model: Any = regard.load(folder)
+    model: Any = regard.load(folder, dtype="stored")
     model = model if head is None else with_head(model, head)
     model.origin.config |= {"pad_token_id": 0, **labels(classes)}
     adapted(model, Adapt("lora", **settings))
@@ -143,7 +143,7 @@ def test_adapter_may_stand_on_an_adapter(base: Path, tmp_path: Path) -> None:
 def test_half_precision_body_keeps_full_matrices(tmp_path: Path) -> None:
     model = tuned(made("gpt2", tmp_path / "base", torch.bfloat16), Classify(3))
     folder = save_adapter(model, tmp_path / "small")
-    again = regard.load(folder)
+    again = regard.load(folder, dtype="stored")
     assert next(again.parameters()).dtype == torch.bfloat16 and same(again, merge(model))
     merged = again.save(tmp_path / "merged")
     wide = [regard.load(f, dtype=torch.float32) for f in (folder, merged)]

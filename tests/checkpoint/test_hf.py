@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.checkpoint import save
+from regard.checkpoint import hf, save
 from regard.checkpoint.families import FAMILIES
+from regard.errors import Notice
 from regard.fast.cpu import prepare
 from regard.layers import LM
 from tests.checkpoint.families import (
@@ -136,15 +138,29 @@ def test_hf_saved_folder_loads_equal(name: str, ours: Ours) -> None:
     assert_bit_equal(again.state_dict(), model.state_dict())
 
 
-@one_per_family
-def test_hf_bfloat16_folder_keeps_its_type(name: str, peer: Peers, tmp_path: Path) -> None:
-    module = CASES[name].make().to(torch.bfloat16)
+@pytest.mark.parametrize("name, fast", [*((n, False) for n in ONE_PER_FAMILY), ("llama", True)])
+def test_hf_half_precision_folder_keeps_its_type(
+    name: str, fast: bool, peer: Peers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU that does not multiply it computes in float32 and says so; what is saved is the type that was stored."""
+    monkeypatch.setattr(hf, "is_fast", lambda dtype: fast or dtype == torch.float32)
+    dtype = torch.bfloat16 if fast else torch.float16
+    module = CASES[name].make().to(dtype)
     module.save_pretrained(tmp_path / "theirs")
-    model = regard.load(tmp_path / "theirs")
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    said = nullcontext() if fast else pytest.warns(Notice, match="does not multiply: .* in float32")
+    with said:
+        model = regard.load(tmp_path / "theirs", device="cpu")
+    assert {p.dtype for p in model.parameters()} == {dtype if fast else torch.float32}
     model.save(tmp_path / "ours")
     assert_bit_equal(tensors(tmp_path / "ours"), tensors(tmp_path / "theirs"))
-    assert json.loads((tmp_path / "ours" / "config.json").read_text())["dtype"] == "bfloat16"
+    written = json.loads((tmp_path / "ours" / "config.json").read_text())["dtype"]
+    assert written == str(dtype).removeprefix("torch.")
+    kept = regard.load(tmp_path / "theirs", dtype="stored")
+    assert {p.dtype for p in kept.parameters()} == {dtype}
+    # One weight that is no number of that type, and all are saved as they are.
+    next(iter(model.parameters())).data.flatten()[0] += 2**-20
+    again = regard.load(model.save(tmp_path / "changed"), dtype="stored")
+    assert {p.dtype for p in again.parameters()} == {dtype if fast else torch.float32}
 
 
 # --- decoding -----------------------------------------------------------------------------------------------------

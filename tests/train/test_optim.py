@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from regard.layers import LM, MLP, Classify
 from regard.models import Patches, Tokens, Transformer, TransformerConfig
 from regard.moe import MoE
 from regard.position import Learned, Rope
+from regard.presets import PRESETS
 from regard.train import loss
 from regard.train.loss import dense_index, sparse_index
 from regard.train.optim import (
@@ -34,6 +36,7 @@ from regard.train.optim import (
     kinds,
 )
 from regard.train.parallel import Inside
+from tests.tiny import tiny
 
 V, M = 17, 12
 
@@ -115,17 +118,29 @@ def test_muon_takes_hidden_matrices_and_leaves_the_rest_to_adamw() -> None:
     state = _trained(model, "muon").state()
     muon = {key.rpartition(":")[0] for key in state if key.endswith("momentum_buffer")}
     inner = {n for n, p in model.named_parameters() if n.startswith("tower.") and p.dim() > 1}
-    assert muon == inner and {model.get_parameter(n).dim() for n in muon} == {2, 3}
+    assert muon == {n for n in inner if "router" not in n} != inner and {
+        model.get_parameter(n).dim() for n in muon
+    } == {2, 3}
     assert {"head.weight:exp_avg", "embedding.weight:exp_avg"} <= state.keys()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_muon_takes_what_is_between_embeddings_and_head(name: str) -> None:
     model = regard.build(name, layers=1, device="meta")
-    outer = ("embedding.", "source.", "target.", "relative.", "head.")
+    outer = ("embedding.", "source.", "target.", "relative.", "head.", "router.")
     kind = kinds(model)
     inner = {n for n in kind if not any(w in n for w in outer) and kind[n] == "matrix"}
     assert hidden(model) == inner != set()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_muon_leaves_what_is_no_product_of_many_rows_to_adamw(name: str) -> None:
+    """What chooses experts, gates of one row, taps of convolutions, biases of experts."""
+    model = tiny(name)
+    turned, named = hidden(model), dict(model.named_parameters())
+    odd = {n for n in named if re.search(r"router|shared_gate|taps|_bias$", n)}
+    assert not turned & odd and all(min(named[n].shape[-2:]) > 1 for n in turned)
+    assert {n for n in odd if n.endswith("_bias")}.isdisjoint(decays(model))
 
 
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6), (3, 6, 10), (3, 10, 6)])

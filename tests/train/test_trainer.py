@@ -2,6 +2,7 @@
 
 `tests/faults` has the harder forms: kills, every system call, lost power, full disks."""
 
+import math
 import os
 import shutil
 from pathlib import Path
@@ -238,6 +239,41 @@ def test_going_back_leaves_the_step_out_and_evaluates_nothing_twice(tmp_path: Pa
     skip.at.skipped = [5]
     skip.run()
     assert same(t, skip) and t.at == skip.at
+
+
+@pytest.mark.parametrize("nan", ["skip", "back"])
+def test_skipping_has_an_end(tmp_path: Path, nan: str) -> None:
+    t = trainer(tmp_path, micro_batches=1, steps=40, save=1, evaluate=0, nan=nan)
+    t._step(1)
+    t.at.step = 1
+    t.save()
+    before = {n: x.clone() for n, x in weights(t).items()}
+
+    def broken(model: Any, batch: Any) -> tuple[Any, Any]:
+        loss, count = causal(model, batch)
+        return loss * torch.nan, count
+
+    t.objective = broken
+    with pytest.raises(
+        Diverged, match="10 steps in a row were not finite, the last of them step 11"
+    ):
+        t.run()
+    assert t.at.best is None and all(torch.equal(x, weights(t)[n]) for n, x in before.items())
+
+
+@pytest.mark.parametrize("average", [0, 2])
+def test_best_is_never_a_nan(tmp_path: Path, average: int) -> None:
+    """Not even the first one, nor that of the checkpoints' mean; and what an older version took for it is not kept."""
+    told: list[dict[str, Any]] = []
+    t = trainer(tmp_path, told.append, micro_batches=1, save=2, evaluate=2, average=average)
+    values = iter([math.nan, 3.0, math.nan, 2.0, *[math.nan] * 9])
+    t.measure = lambda *_: ({"loss": next(values)}, {})
+    assert t.run() == "done" and (t.at.best, t.at.best_value) == (8, 2.0)
+    assert [e["step"] for e in told if e.get("best")] == [4, 8] and not t.at.averaged
+    t.at.best, t.at.best_value = 12, math.nan
+    t._note()
+    again = trainer(tmp_path, micro_batches=1, save=2, evaluate=2, average=average)
+    assert again.resume() and again.at.best is again.at.best_value is None
 
 
 def test_keep_is_checked(tmp_path: Path) -> None:
