@@ -114,7 +114,7 @@ def render(text: str, source: str) -> Page:
             words = []
             page.parts.append((name, said, ""))
         elif token.type in ("inline", "fence", "code_block") and page.parts:
-            words.append(token.content)
+            words.append(re.sub("<!--.*?-->", "", token.content))
             name, said, _ = page.parts[-1]
             page.parts[-1] = name, said, " ".join(words)
     if not page.title:

@@ -72,8 +72,13 @@ class Client:
 def running(
     folders: dict[str, str | Path], key: str | None = None, **more: Any
 ) -> Iterator[Client]:
-    app = App(folders, **more)
-    sock = listen("127.0.0.1", 0)
+    with served(App(folders, **more), listen("127.0.0.1", 0), key) as client:
+        yield client
+
+
+@contextmanager
+def served(app: App, sock: Any, key: str | None = None) -> Iterator[Client]:
+    """A server that was made already."""
     server = server_for(app)
     thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
     thread.start()
