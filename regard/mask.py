@@ -19,14 +19,21 @@ from torch import Tensor
 @dataclass(frozen=True, eq=False)
 class Span:
     """Positions of n tokens in each row: `index` (b n) or (1 n). `start` is set when every row is
-    start, start + 1, and so on."""
+    start, start + 1, and so on. `place` (b n) is where each token stands in its document, where
+    several share a row."""
 
     index: Tensor
     start: int | None = None
+    place: Tensor | None = None
 
     @property
     def size(self) -> int:
         return self.index.shape[-1]
+
+    @property
+    def absolute(self) -> Tensor:
+        """What vectors and angles are made of; masks and distances see `index`."""
+        return self.index if self.place is None else self.place
 
     @staticmethod
     def run(start: int, size: int, device: torch.device | str | None = None) -> Span:
@@ -39,6 +46,18 @@ class Span:
         first = start[:, None] if isinstance(start, Tensor) else start
         return Span(torch.where(steps < lengths[:, None], steps + first, -1))
 
+    def within(self, mask: Mask | None) -> Span:
+        """The same tokens, each with its place in the document that the mask says it is of."""
+        doc = None if mask is None else mask.documents
+        if doc is None:
+            return self
+        column = torch.arange(doc.shape[1], device=doc.device).expand_as(doc)
+        begins = torch.nn.functional.pad(doc[:, 1:] != doc[:, :-1], (1, 0), value=True)
+        table = column - torch.where(begins, column, 0).cummax(1).values
+        index = self.index.expand(len(doc), -1)
+        place = table.gather(1, index.clamp(min=0))
+        return Span(self.index, self.start, torch.where(index < 0, -1, place))
+
 
 class Mask:
     """A rule on (row of the batch, query position, key position), all broadcastable integer tensors."""
@@ -47,6 +66,11 @@ class Mask:
     def rows(self) -> int:
         """How many rows of the batch the rule tells apart."""
         return 1
+
+    @property
+    def documents(self) -> Tensor | None:
+        """The document (b n) of each position, where the rule keeps documents of a row apart."""
+        return None
 
     def see(self, row: Tensor, q: Tensor, k: Tensor) -> Tensor:
         raise NotImplementedError
@@ -122,6 +146,10 @@ class Documents(Mask):
     def rows(self) -> int:
         return len(self.doc)
 
+    @property
+    def documents(self) -> Tensor:
+        return self.doc
+
     def see(self, row: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return self.doc[row, q.clamp(min=0)] == self.doc[row, k.clamp(min=0)]
 
@@ -151,6 +179,11 @@ class _Both(Mask):
     @property
     def rows(self) -> int:
         return max(self.left.rows, self.right.rows)
+
+    @property
+    def documents(self) -> Tensor | None:
+        left = self.left.documents
+        return self.right.documents if left is None else left
 
     def see(self, row: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return self.left.see(row, q, k) & self.right.see(row, q, k)

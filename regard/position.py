@@ -72,8 +72,10 @@ class PositionVectors(nn.Module):
             return sinusoid(pos.clamp(min=0), self.dim, c.base, c.layout)
         if c.skip is not None and ids is not None:
             counts = (ids != c.skip) & (pos >= 0)
-            before = pos[:, :1].clamp(min=0)
-            pos = torch.where(counts, before + counts.cumsum(-1) - 1, -1)
+            before, number = pos[:, :1].clamp(min=0), counts.cumsum(-1)
+            # Of packed documents each counts anew.
+            earlier = torch.where(pos == 0, number - counts.long(), 0).cummax(-1).values
+            pos = torch.where(counts, before + number - earlier - 1, -1)
             return self.weight[pos + c.offset]
         return self.weight[pos.clamp(min=0) + c.offset]
 
@@ -173,17 +175,20 @@ class LongRope:
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_len))
 
     def divisors(self, pos: Tensor, dtype: torch.dtype) -> Tensor:
-        """Of the frequencies, by rows: pos (b t) -> (b 1 1 r/2)."""
-        last = pos.amax(-1)
+        """Of the frequencies, by the length of each token's text: pos (b t) -> (b t 1 r/2)."""
+        # Packed documents, which begin at 0 each, are texts of their own.
+        text = (pos == 0).long().cumsum(-1)
+        longest = torch.zeros_like(pos[:, :1]).repeat(1, pos.shape[1] + 1)
+        last = longest.scatter_reduce(1, text, pos, "amax").gather(1, text)
         first = pos.masked_fill(pos < 0, torch.iinfo(pos.dtype).max).amin(-1)
         n = self.original_len
-        if bool(((first > 0) & (first <= n) & (last >= n)).any()):
+        if bool(((first > 0) & (first <= n) & (pos.amax(-1) >= n)).any()):
             raise UsageError(
                 f"this text grows past {n} tokens in a cache that holds its beginning: LongRoPE turns "
                 "every token of a longer text otherwise; give the whole text in one call"
             )
         long, short = torch.tensor([self.long, self.short], dtype=dtype, device=pos.device)
-        return torch.where((last >= n)[:, None, None, None], long, short)
+        return torch.where((last >= n)[..., None, None], long, short)
 
 
 def _mscale(factor: float, mscale: float) -> float:

@@ -6,6 +6,7 @@ Ids are written once, into a folder, and used again as long as files, tokenizer 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -23,7 +24,7 @@ from regard.data.read import Source, format_of, records
 from regard.data.shards import MANIFEST, Column, Shards, open_shards, prepare, read_manifest, sha256
 from regard.data.tokens import Coder, Filling
 from regard.data.train_tokenizer import Recipe
-from regard.errors import DATA, UsageError, blaming, check_choice
+from regard.errors import DATA, UsageError, blaming, check_choice, notice
 from regard.files import read_files
 from regard.text import CHATML, Tokenizer, needed
 
@@ -244,72 +245,155 @@ def load(
         home = folder / (f"train-{i}" if i else "train")
         parts.append(shards_of(task, source, coder, home, classes or None, labels))
         classes = classes or parts[0].notes.get("classes", [])
-    columns, name, notes, held = parts[0].columns, parts[0].fingerprint, parts[0].notes, None
+    columns = {n: Column.join([part.columns[n] for part in parts]) for n in parts[0].columns}
+    sizes = [len(next(iter(part.columns.values()))) for part in parts]
+    name, notes, held = parts[0].fingerprint, parts[0].notes, None
     if data.weights:
-        columns = mixed([part.columns for part in parts], np.array(data.weights))
         name = f"{data.weights} of {' '.join(part.fingerprint for part in parts)}"
         # Numbers are counts, lists the classes, or ends of answers.
         notes = {
             n: x if n == "classes" else sum((p.notes[n] for p in parts), type(x)())
             for n, x in notes.items()
         }
+    # What is held out is chosen first, and only what is left is mixed: it is never trained on.
+    rows = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
     if _tuple(data.valid):
         home = folder / "valid"
         valid = shards_of(task, data.source(valid=True), coder, home, classes or None, labels)
         held = feed_of(task, data, coder, batching, valid.columns, valid.fingerprint, None)
+        _tell_shared(columns, valid.columns)
     elif data.held:
-        columns, rest = _split(columns, data.held, task == "lm" and data.pack != "none")
-        name = f"{name} without {data.held}"
-        held = feed_of(task, data, coder, batching, rest, f"{data.held} of {name}", None)
+        split = hold_out(columns, sizes, data.held, task == "lm" and data.pack != "none")
+        columns, rows, name = split.columns, split.rows, f"{name} without {split.name}"
+        rest = {n: column.take(split.held) for n, column in columns.items()}
+        held = feed_of(task, data, coder, batching, rest, f"{split.name} of {name}", None)
+    if data.weights or data.held:
+        chosen = mixed(rows, np.array(data.weights)) if data.weights else rows[0]
+        columns = {n: column.take(chosen) for n, column in columns.items()}
     feed = feed_of(task, data, coder, batching, columns, name, held)
-    sides = [columns[n].lengths for n in LONG if n in columns]
-    return Loaded(feed, classes, notes, np.maximum.reduce(sides) if sides else np.zeros(0, int))
+    longest = [columns[n].lengths for n in LONG if n in columns]
+    lengths = np.maximum.reduce(longest) if longest else np.zeros(0, int)
+    return Loaded(feed, classes, notes, lengths)
 
 
-def mixed(parts: list[dict[str, Column]], weights: np.ndarray) -> dict[str, Column]:
-    """Examples of several data sets, evenly among each other: each set as often as its weight says, and so many in all
+def mixed(parts: list[np.ndarray], weights: np.ndarray) -> np.ndarray:
+    """The rows of several data sets, evenly among each other: each set as often as its weight says, and so many in all
     that every example is there."""
-    sizes = np.array([len(next(iter(part.values()))) for part in parts])
+    sizes = np.array([len(part) for part in parts])
     counts = np.round((sizes / weights).max() * weights).astype(int)
     place = np.concatenate([(np.arange(n) + 0.5) / n for n in counts])
-    firsts = np.cumsum(sizes) - sizes
-    index = np.concatenate([f + np.arange(n) % size for f, n, size in zip(firsts, counts, sizes)])
-    index = index[np.argsort(place, kind="stable")]
-    whole = {}
-    for name, column in parts[0].items():
-        rows = [part[name] for part in parts]
-        if column.ends is None:
-            joined = Column(np.concatenate([r.values for r in rows]))
-        else:
-            ends = np.cumsum([0, *np.concatenate([r.lengths for r in rows])])
-            joined = Column(np.concatenate([r.stream for r in rows]), ends)
-        whole[name] = joined.take(index)
-    return whole
+    rows = np.concatenate([part[np.arange(n) % len(part)] for part, n in zip(parts, counts)])
+    return rows[np.argsort(place, kind="stable")]
 
 
 def _tuple(names: Names) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def _split(
-    columns: dict[str, Column], share: float, tail: bool
-) -> tuple[dict[str, Column], dict[str, Column]]:
-    """Hold out a share: the end of a text (of its last document, if there is one only), or examples here and there."""
-    n = len(next(iter(columns.values())))
-    if tail and n == 1:
-        (name, column), *_ = columns.items()
-        at = int(len(column.stream) * (1 - share))
-        parts = (column.stream[:at], column.stream[at:])
-        return tuple({name: Column.of([part], part.dtype)} for part in parts)  # type: ignore[return-value]
-    out = max(round(n * share), 1)
-    if n < 2:
-        raise read.DataError("a single example cannot be shared out; name valid files")
-    if tail:
-        halves = ((0, n - out), (n - out, n))
-        return tuple({m: c.part(*h) for m, c in columns.items()} for h in halves)  # type: ignore[return-value]
-    picked = (np.arange(out) * n + n // 2) // out
-    sides = (np.setdiff1d(np.arange(n), picked), np.unique(picked))
-    return tuple({m: c.take(side) for m, c in columns.items()} for side in sides)  # type: ignore[return-value]
+# --- what is held out ---------------------------------------------------------------------------------------------
+
+# Columns that make an example what it is, whatever its label; numbers of a row that are looked at first.
+CONTENT = ("ids", "source", "target", "chosen", "rejected", "images")
+PROBES = 16
+
+
+class Split(NamedTuple):
+    """`columns` with rows to train on, of each data set, and rows that are `held`; `name` says how they were parted."""
+
+    columns: dict[str, Column]
+    rows: list[np.ndarray]
+    held: np.ndarray
+    name: str
+
+
+def hold_out(columns: dict[str, Column], sizes: list[int], share: float, tail: bool) -> Split:
+    """Hold out a share of each data set, of so many examples: its end (`tail`; of a single text the end of that), or
+    examples here and there. Copies of an example are all on one side, that of the first of them."""
+    edges, name = np.cumsum([0, *sizes]), f"{share}"
+    if tail and columns.keys() == {"ids"}:
+        column = columns["ids"]
+        assert column.ends is not None
+        # A single text becomes two, the second of which is held.
+        single = np.flatnonzero(np.diff(edges) == 1)
+        lengths = column.lengths[edges[single]]
+        cuts = column.starts(edges[single]) + (lengths * (1 - share)).astype(np.int64)
+        ends = np.insert(column.ends, edges[single] + 1, cuts)
+        columns = {"ids": Column(column.values, ends)}
+        edges = np.cumsum([0, *(2 if n == 1 else n for n in sizes)])
+    first = first_copies(columns)
+    parts = np.split(np.arange(edges[-1]), edges[1:-1])
+    picked = []
+    for part in parts:
+        # The examples that are not copies of earlier ones.
+        own = part[first[part] == part]
+        n = len(own)
+        out = min(max(round(n * share), 1), n - 1)
+        if out > 0:
+            picked.append(own[n - out :] if tail else own[(np.arange(out) * n + n // 2) // out])
+    if not picked:
+        which = "a single example" if len(first) == 1 else f"{len(first):,} copies of one example"
+        raise read.DataError(f"{which} cannot be shared out; name valid files, or say held = 0")
+    held = np.isin(first, np.concatenate(picked))
+    rows = [part[~held[part]] for part in parts]
+    if not all(map(len, rows)):
+        raise read.DataError(
+            "every example of one of the files is a copy of one that is held out; leave that file out"
+        )
+    if copies := len(first) - len(np.unique(first)):
+        name += " and copies"
+        notice(
+            f"{copies:,} of {len(first):,} examples are copies of others; all copies of one are on the same side: "
+            f"{int(held.sum()):,} are held out, {int((~held).sum()):,} are trained on"
+        )
+    name += " of each" if len(sizes) > 1 else ""
+    return Split(columns, rows, np.flatnonzero(held), name)
+
+
+def first_copies(columns: dict[str, Column]) -> np.ndarray:
+    """For each example the number of the first one that is the same, in all but its label."""
+    content = [column for n, column in columns.items() if n in CONTENT]
+    keys = np.zeros(len(content[0]), np.uint64)
+    first = np.arange(len(keys))
+    for column in content:
+        for found in _probes(column):
+            keys = keys * np.uint64(0x9E3779B97F4A7C15) + found.astype(np.uint64)
+    # Only those that may be copies are compared whole.
+    _, group, counts = np.unique(keys, return_inverse=True, return_counts=True)
+    seen: dict[bytes, int] = {}
+    for i in np.flatnonzero(counts[group] > 1).tolist():
+        whole = b"".join(_digest(row) for row in (column[i] for column in content))
+        first[i] = seen.setdefault(whole, i)
+    return first
+
+
+def _probes(column: Column) -> Iterator[np.ndarray]:
+    """Numbers (n) of all rows that tell most of them apart."""
+    if column.ends is None:
+        rows = (_digest(row) for block in column.blocks() for row in block)
+        yield np.frombuffer(b"".join(rows), np.uint64)[::2]
+        return
+    every, sizes = np.arange(len(column)), column.lengths
+    yield sizes
+    for i in range(PROBES):
+        place = column.starts(every) + np.maximum(sizes - 1, 0) * i // (PROBES - 1)
+        yield column.values[np.minimum(place, len(column.values) - 1)]
+
+
+def _digest(row: np.ndarray) -> bytes:
+    return hashlib.blake2b(np.ascontiguousarray(row).data, digest_size=16).digest()
+
+
+def _tell_shared(train: dict[str, Column], valid: dict[str, Column]) -> None:
+    """Say how much of what is measured is trained on too."""
+    content = [n for n in train if n in CONTENT]
+    if any(train[n].values.shape[1:] != valid[n].values.shape[1:] for n in content):
+        return
+    both = {n: Column.join([train[n], valid[n]]) for n in content}
+    n = len(next(iter(train.values())))
+    shared = int((first_copies(both)[n:] < n).sum())
+    if shared:
+        total = len(next(iter(valid.values())))
+        notice(f"{shared:,} of {total:,} examples of valid are among those of train too")
 
 
 def shards_of(
@@ -365,7 +449,9 @@ def feed_of(
         numbers = Column(np.arange(len(columns["images"])))
         return feeds.CaptionFeed(columns["images"], numbers, texts=columns["target"], **more)
     if task in ROWED:
-        prompts = columns["prompts"].values if "prompts" in columns else None
+        prompts = None
+        if asked := columns.get("prompts"):
+            prompts = asked.at(np.arange(len(asked)))
         more |= {"pack": data.pack, "shift": task != "mlm", "prompts": prompts}
         more["learned"] = columns.get("ids_learned")
         return feeds.TextFeed(columns["ids"], **more)

@@ -194,8 +194,10 @@ class Corrupted:
         # A setting that is off is no part of it: runs go on that were begun before there was one.
         settings = {n: x for n, x in vars(corruption).items() if x is not False}
         settings |= dict.fromkeys(GONE.get(name, ()))
-        made_of = repr((feed.fingerprint, name, settings, seed))
-        self.fingerprint = hashlib.sha256(made_of.encode()).hexdigest()
+        self.fingerprint, self.earlier = (
+            hashlib.sha256(repr((of, name, settings, seed)).encode()).hexdigest()
+            for of in (feed.fingerprint, getattr(feed, "earlier", ""))
+        )
 
     @property
     def epoch(self) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from regard.config import Count, Seed, Share, ranged, settings
 from regard.data.read import DataError
-from regard.data.shards import Column, digest
+from regard.data.shards import Column, Joined, digest
 from regard.errors import UsageError, check_choice
 
 # A label that is not counted; in data, the first and last token of an answer that is not in the text.
@@ -30,9 +30,12 @@ IGNORE, UNANSWERED = -100, -1
 PACKS = ("documents", "stream", "windows", "none")
 OVERLONG = ("error", "truncate", "drop", "split")
 # What numbers are drawn for.
-ORDER, BATCHES, WINDOWS, CHANGES, HOLES, PASTES = range(6)
+ORDER, BATCHES, WINDOWS, CHANGES, HOLES, PASTES, COMPANY, BORDERS = range(8)
 # Lengths in a bucket differ at most by this factor.
 WIDER = 1.1
+# How often pieces of about one size may trade places before a pass: with the next one, the second next, the fourth,
+# and so on, REACH powers of two. Of MANY pieces more have one size, and less often will do.
+SWEEPS, FEWER, MANY, REACH = 64, 16, 1 << 16, 8
 # Ids in front of a text and behind it.
 Around = tuple[Sequence[int], Sequence[int]]
 
@@ -132,8 +135,11 @@ def seed_of(seed: int, step: int) -> int:
 
 
 class Deck:
-    """n examples dealt `rows` at a time, shuffled anew for each pass. A batch may end one pass and begin the next, so
-    that all have the same size."""
+    """n examples dealt `rows` at a time, each once a pass, shuffled anew for each pass. The last batch of a pass has
+    those that are left."""
+
+    # Of the order: before, a batch could end one pass and begin the next.
+    version: ClassVar[int] = 2
 
     def __init__(self, n: int, rows: int, seed: int):
         self.n, self.rows, self.seed = n, min(rows, n), seed
@@ -141,18 +147,65 @@ class Deck:
         self._pass: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))
 
     def take(self, k: int) -> np.ndarray:
-        passes, place = np.divmod(k * self.rows + np.arange(self.rows), self.n)
-        dealt = []
-        for number in np.unique(passes):
-            if self._pass[0] != number:
-                keys = draws(self.seed, ORDER, int(number), self.n)
-                self._pass = (number, np.argsort(keys, kind="stable"))
-            dealt.append(self._pass[1][place[passes == number]])
-        return np.concatenate(dealt)
+        number, i = divmod(k, self.epoch)
+        if self._pass[0] != number:
+            keys = draws(self.seed, ORDER, number, self.n)
+            self._pass = (number, np.argsort(keys, kind="stable"))
+        return self._pass[1][i * self.rows : (i + 1) * self.rows]
 
     def fixed(self) -> Iterator[np.ndarray]:
         """Every example once, in order."""
         return (np.arange(self.n)[i : i + self.rows] for i in range(0, self.n, self.rows))
+
+
+class Packs(Deck):
+    """Pieces of text packed into rows of `room` tokens, which are dealt. In every pass a piece has other company:
+    pieces of one size trade places, and so do those of about one size where there is room for the longer one. So all
+    passes have as many rows."""
+
+    def __init__(self, sizes: np.ndarray, room: int, rows: int, seed: int):
+        self.sizes = sizes
+        order, starts = best_fit(sizes, room)
+        counts = np.diff(starts)
+        super().__init__(len(counts), rows, seed)
+        self.base = order, starts
+        # The row of each piece, the longest piece first; and the room that is left in each row.
+        place = np.empty_like(order)
+        place[order] = np.repeat(np.arange(len(counts)), counts)
+        self.row = place[np.argsort(-sizes, kind="stable")]
+        self.spare = room - np.bincount(place, sizes).astype(np.int64)
+        self._packing: tuple[int, tuple[np.ndarray, np.ndarray]] = (-1, self.base)
+
+    def packing(self, k: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """(pieces, starts) for the pass of batch k: row i has pieces[starts[i]:starts[i + 1]]."""
+        if k is None:
+            return self.base
+        number = k // self.epoch
+        if self._packing[0] != number:
+            self._packing = (number, self._packed(number))
+        return self._packing[1]
+
+    def _packed(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        keys = draws(self.seed, COMPANY, number, len(self.sizes))
+        pieces = np.lexsort((keys, -self.sizes))
+        size, coins = self.sizes[pieces], keys[pieces]
+        row, spare = self.row.copy(), self.spare.copy()
+        for sweep in range(SWEEPS if len(row) < MANY else FEWER):
+            step = sweep % REACH
+            longer = np.arange(max(len(row) - (1 << step), 0))
+            longer = longer[(longer >> step) % 2 == 0]
+            drawn = (coins[longer] >> np.uint64(sweep)) % np.uint64(2) == 1
+            longer = longer[drawn]
+            other = longer + (1 << step)
+            more = size[longer] - size[other]
+            # A row takes all that it is offered, or nothing.
+            fits = (np.bincount(row[other], more, len(spare)) <= spare)[row[other]]
+            longer, other, more = longer[fits], other[fits], more[fits]
+            gains = [np.bincount(row[side], more, len(spare)) for side in (longer, other)]
+            spare = spare + (gains[0] - gains[1]).astype(np.int64)
+            row[longer], row[other] = row[other], row[longer]
+        counts = np.bincount(row, minlength=len(spare))
+        return pieces[np.argsort(row, kind="stable")], np.cumsum([0, *counts])
 
 
 class Buckets:
@@ -203,25 +256,33 @@ class Buckets:
 
 
 class Tiles:
-    """Where rows of `length` tokens begin in a stream of n tokens: side by side and shuffled, each once a pass, or
-    anywhere (`random`), as nanoGPT draws them. `extra` more tokens are needed after a row."""
+    """Where rows of `length` tokens begin in a stream of n tokens, of which the last `extra` are labels alone. Rows lie
+    side by side and each token is read once a pass; where the first row begins is drawn for each pass, and behind the
+    last token comes the first. Or rows begin anywhere (`random`), as nanoGPT draws them."""
 
     def __init__(self, n: int, length: int, extra: int, rows: int, seed: int, random: bool):
-        self.n, self.length, self.extra = n, length, extra
-        self.seed, self.random = seed, random
-        self.deck = Deck(max((n - extra) // length, 1), rows, seed)
+        self.n, self.length, self.seed, self.random = n - extra, length, seed, random
+        count = max(self.n // length, 1) if random else -(-self.n // length)
+        self.deck = Deck(count, rows, seed)
         self.rows = rows if random else self.deck.rows
         self.epoch = self.deck.epoch
+        self.version = None if random else Deck.version
+
+    def first(self, k: int | None) -> int:
+        """Where the first row of the pass of batch k begins."""
+        if k is None or self.random or self.n <= self.length:
+            return 0
+        return int(draws(self.seed, BORDERS, k // self.epoch, 1)[0] % np.uint64(self.n))
 
     def take(self, k: int) -> np.ndarray:
         if not self.random:
-            return self.deck.take(k) * self.length
-        places = max(self.n - self.extra - self.length + 1, 1)
+            return self.deck.take(k) * self.length + self.first(k)
+        places = max(self.n - self.length + 1, 1)
         return (draws(self.seed, WINDOWS, k, self.rows) % np.uint64(places)).astype(np.int64)
 
     def fixed(self) -> Iterator[np.ndarray]:
         """The whole stream; its last row may be shorter."""
-        starts = np.arange(0, self.n - self.extra, self.length)
+        starts = np.arange(0, self.n, self.length)
         return (starts[i : i + self.rows] for i in range(0, len(starts), self.rows))
 
 
@@ -302,7 +363,7 @@ def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 
 def framed(
-    values: np.ndarray,
+    values: np.ndarray | Joined,
     starts: np.ndarray,
     sizes: np.ndarray,
     width: int,
@@ -356,6 +417,8 @@ class Base:
     batching: Batching
     held: Base | None
     fingerprint: str
+    # What older versions, which dealt the same data in another order, called this feed.
+    earlier: str = ""
     # Tokens of each row, of its longer side; None where rows have none.
     sizes: np.ndarray | None = None
 
@@ -402,9 +465,12 @@ class Base:
         data: Any = self.fingerprint or [column.fingerprint for column in columns.values()]
         if not self.fingerprint:
             data = digest(data) if len(data) > 1 else data[0]
-        held = None if self.held is None else self.held.fingerprint
-        kind = type(self).__name__
-        settings |= {"kind": kind, "data": data, "held": held, **asdict(self.batching)}
+        settings |= {"kind": type(self).__name__, **asdict(self.batching)}
+        older = {"data": self.earlier or data, "held": self.held and self.held.earlier}
+        self.earlier = digest(settings | older)
+        if version := getattr(getattr(self, "order", None), "version", None):
+            settings["order"] = version
+        settings |= {"data": data, "held": self.held and self.held.fingerprint}
         self.fingerprint = digest(settings)
 
 
@@ -426,8 +492,8 @@ class TextFeed(Base):
     """Documents in rows of `length` tokens.
 
     pack = "documents": whole documents share a row; `doc` numbers them (-1: padding) so that none sees another, and no
-    label is a token of the next one. (Positions count through the row, which only absolute ones feel.) "stream": all
-    text end to end, cut into rows. "windows": rows from anywhere in it. "none": a document a row.
+    label is a token of the next one. "stream": all text end to end, cut into rows. "windows": rows from anywhere in it.
+    "none": a document a row.
 
     With `shift`, label t is the token after ids t; else it is ids t (masked models). `prompts`: how many tokens at the
     start of each document are only read, never learned; `learned` says it of each token."""
@@ -463,14 +529,11 @@ class TextFeed(Base):
             self.order = Tiles(len(self.values), length, self.extra, rows, b.seed, random)
         elif pack == "none":
             self._cut()
-            self.sizes = self.filled = self.size
-            self.packed, self.bins = np.arange(len(self.size)), np.arange(len(self.size) + 1)
+            self.sizes = self.size
             self.order = Buckets(b.padded(self.size), b.tokens, b.rows, b.seed)
         else:
             self._cut()
-            self.packed, self.bins = best_fit(self.size, length)
-            self.filled = np.add.reduceat(self.size[self.packed], self.bins[:-1])
-            self.order = Deck(len(self.bins) - 1, rows, b.seed)
+            self.order = Packs(self.size, length, rows, b.seed)
         settings = {"pack": pack, "shift": self.shift, "pad": self.pad}
         asked = None if prompts is None else Column(prompts).fingerprint
         if self.learned is not None:
@@ -490,23 +553,26 @@ class TextFeed(Base):
             raise DataError("no document has a token to learn; give longer ones")
         short = int((~kept).sum())
         self.note = pieces.note + (f"; {short:,} too short to learn from" if short else "")
-        assert documents.ends is not None
         self.row, self.inside = pieces.row[kept], pieces.start[kept]
-        self.start = documents.ends[self.row] + self.inside
+        self.start = documents.starts(self.row) + self.inside
         self.size = pieces.size[kept] - self.extra
 
     def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
-        length, chosen = self.batching.length or 1, numbers[part]
-        if self.flat:
-            whole = np.minimum(length, len(self.values) - self.extra - numbers)
-            sizes = whole[part]
-            ids = framed(self.values, chosen, sizes, length, self.pad)
-            labels = framed(self.values, chosen + self.extra, sizes, length, IGNORE)
-            return tensors(ids, labels, sizes, whole)
+        if isinstance(self.order, Tiles):
+            return self._stretches(self.order, numbers, part, k)
+        chosen = numbers[part]
+        if isinstance(self.order, Packs):
+            packed, bins = self.order.packing(k)
+            counts = bins[numbers + 1] - bins[numbers]
+            sizes = self.size[packed[ranges(bins[numbers], counts)]]
+            whole = np.add.reduceat(sizes, np.cumsum(counts) - counts)
+            width = self.batching.length or 1
+            counts = counts[part]
+            pieces = packed[ranges(bins[chosen], counts)]
+        else:
+            pieces, counts, whole = chosen, np.ones_like(chosen), self.size[numbers]
+            width = self.batching.width(whole)
         # Rows of `width`, row i with counts[i] pieces side by side.
-        whole, counts = self.filled[numbers], self.bins[chosen + 1] - self.bins[chosen]
-        width = length if self.pack == "documents" else self.batching.width(whole)
-        pieces = self.packed[ranges(self.bins[chosen], counts)]
         size, inside = self.size[pieces], self.inside[pieces]
         row = np.repeat(np.arange(len(counts)), counts)
         # Of a piece in its row: its number, and how many tokens stand before it.
@@ -533,6 +599,18 @@ class TextFeed(Base):
         ids, labels = rows(self.pad, self.values[source]), rows(IGNORE, learned)
         return tensors(ids, labels, np.add.reduceat(size, first), whole, **more)
 
+    def _stretches(self, tiles: Tiles, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
+        """Rows of a stream that begin at these numbers."""
+        length = self.batching.length or 1
+        whole = np.minimum(length, tiles.n + tiles.first(k) - numbers)
+        sizes = whole[part]
+        place = ranges(numbers[part], sizes)
+        place[place >= tiles.n] -= tiles.n
+        starts = np.cumsum(sizes) - sizes
+        ids = framed(self.values[place], starts, sizes, length, self.pad)
+        labels = framed(self.values[place + self.extra], starts, sizes, length, IGNORE)
+        return tensors(ids, labels, sizes, whole)
+
     def describe(self) -> str:
         length, batches = self.batching.length or 1, f"; {self.epoch:,} batches a pass"
         if self.flat:
@@ -540,10 +618,11 @@ class TextFeed(Base):
             return f"{len(self.values):,} tokens {how} of {length:,}{batches}"
         text = f"{int(self.size.sum()):,} labels of {len(self.documents):,} documents"
         if self.learned is not None:
-            said = int((self.learned.stream != 0).sum())
-            text = f"{len(self.documents):,} chats, {said:,} of {len(self.documents.stream):,} tokens learned"
-        if self.pack == "documents":
-            rows = len(self.bins) - 1
+            said = sum(int((block != 0).sum()) for block in self.learned.blocks())
+            tokens = int(self.documents.lengths.sum())
+            text = f"{len(self.documents):,} chats, {said:,} of {tokens:,} tokens learned"
+        if isinstance(self.order, Packs):
+            rows = self.order.n
             empty = 1 - self.size.sum() / (rows * length)
             text += f", packed into {rows:,} rows of {length:,} ({empty:.2%} padding)"
         return text + batches + self.note
@@ -587,7 +666,8 @@ class PairFeed(Base):
         special = {"start": self.start, "end": self.end, "pad": self.pad}
         columns = {"sources": self.source, "targets": self.target}
         self.sign(columns, **special, around=[self.before, self.after])
-        sizes = self.source.lengths + len(self.before) + len(self.after), self.target.lengths + 1
+        self.lengths = self.target.lengths
+        sizes = self.source.lengths + len(self.before) + len(self.after), self.lengths + 1
         sides = [cut(n, b.length, b.overlong, what) for n, what in zip(sizes, ("source", "target"))]
         kept = self.kept = np.intersect1d(sides[0].row, sides[1].row)
         if not len(kept):
@@ -603,14 +683,13 @@ class PairFeed(Base):
         read, written = self.source_sizes[numbers], self.target_sizes[numbers]
         source_width, width = self.batching.width(read), self.batching.width(written)
         row, sizes, steps = self.kept[numbers[part]], read[part], written[part]
-        assert self.source.ends is not None and self.target.ends is not None
         size = sizes - len(self.before) - len(self.after)
         around = (self.pad, self.before, self.after)
-        values, starts = self.source.values, self.source.ends[row]
+        values, starts = self.source.values, self.source.starts(row)
         more = {"source": framed(values, starts, size, source_width, *around)}
         if (read < source_width).any():
             more["source_lengths"] = sizes
-        values, starts, whole = self.target.values, self.target.ends[row], self.target.lengths[row]
+        values, starts, whole = self.target.values, self.target.starts(row), self.lengths[row]
         ids = framed(values, starts, steps - 1, width, self.pad, (self.start,))
         labels = framed(values, starts, np.minimum(whole, steps), width, IGNORE)
         ended = np.flatnonzero(whole < steps)
@@ -706,16 +785,15 @@ class LabelFeed(Base):
         whole = self.cut.size[numbers]
         width, sizes, row = self.batching.width(whole), whole[part], self.cut.row[numbers[part]]
         size = sizes - len(self.before) - len(self.after)
-        assert self.texts.ends is not None
-        starts = self.texts.ends[row]
+        starts = self.texts.starts(row)
         ids = framed(self.texts.values, starts, size, width, self.pad, self.before, self.after)
-        values, ends = self.labels.values, self.labels.ends
-        if ends is not None:
-            gap = (IGNORE,) * len(self.before)
-            labels = framed(values, ends[row], size, width, IGNORE, gap)
+        each = self.labels.ends is not None
+        if each:
+            values, starts = self.labels.values, self.labels.starts(row)
+            labels = framed(values, starts, size, width, IGNORE, (IGNORE,) * len(self.before))
         else:
-            labels = values[row].astype(np.int64)
-        if ends is None and labels.ndim == 2:
+            labels = self.labels.at(row).astype(np.int64)
+        if not each and labels.ndim == 2:
             none = (labels == UNANSWERED).all(1)
             lost = (labels >= size[:, None]).any(1) | (labels < 0).any(1)
             labels = np.where(lost[:, None], IGNORE, labels + len(self.before))
@@ -768,7 +846,7 @@ class ImageFeed(Base):
 
     def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
         rows = np.arange(len(numbers))[part]
-        labels, more = self.labels.values[numbers].astype(np.int64), {}
+        labels, more = self.labels.at(numbers).astype(np.int64), {}
         if k is None or not self.paste:
             x = self._changed(numbers, rows, k)
         else:
@@ -792,7 +870,7 @@ class ImageFeed(Base):
 
     def _changed(self, numbers: np.ndarray, rows: np.ndarray, k: int | None) -> np.ndarray:
         """These rows of a batch: moved, mirrored and with holes, if it is the k-th of training."""
-        x = self.pictures.values[numbers[rows]]
+        x = self.pictures.at(numbers[rows])
         size = height, width = x.shape[1:3]
         if k is not None and (self.shift or self.flip):
             drawn, by = self._draws(CHANGES, k, len(numbers), 3)[rows], self.shift
@@ -831,10 +909,10 @@ class CaptionFeed(ImageFeed):
         self.sign({"texts": self.texts}, texts=self.texts.fingerprint, **special)
 
     def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
-        assert self.sizes is not None and self.texts.ends is not None
+        assert self.sizes is not None
         pictures, whole = super().make(numbers, part, k).ids, self.sizes[numbers]
         steps, width = whole[part], self.batching.width(whole)
-        text = (self.texts.values, self.texts.ends[numbers[part]], steps - 1, width)
+        text = (self.texts.values, self.texts.starts(numbers[part]), steps - 1, width)
         ids = framed(*text, self.pad, (self.start,))
         labels = framed(*text, IGNORE, (), (self.end,))
         return tensors(ids, labels, steps, whole, source=pictures.numpy())

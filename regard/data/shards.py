@@ -11,9 +11,10 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import math
 import os
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -28,50 +29,134 @@ MANIFEST, VERSION = "manifest.json", 1
 _checked: set[tuple[str, int, int, str]] = set()  # files whose SHA-256 this process has compared
 
 
-@dataclass(frozen=True, eq=False)
-class Column:
-    """Rows of numbers. With `ends` (n + 1 numbers), row i is values[ends[i]:ends[i + 1]]; without, values[i]."""
+# Numbers that are gathered at once.
+BLOCK = 1 << 20
 
-    values: np.ndarray
-    ends: np.ndarray | None = None
+
+class Joined:
+    """Arrays end to end. Nothing is copied but what is asked for."""
+
+    def __init__(self, parts: Sequence[np.ndarray]):
+        self.parts, self.dtype = parts, parts[0].dtype
+        self.bounds = np.cumsum([0, *map(len, parts)])
+
+        self.shape = (int(self.bounds[-1]), *parts[0].shape[1:])
 
     def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: np.ndarray) -> np.ndarray:
+        found = np.empty((len(index), *self.shape[1:]), self.dtype)
+        part = np.searchsorted(self.bounds, index, side="right") - 1
+        for i in np.unique(part):
+            here = part == i
+            found[here] = self.parts[i][index[here] - self.bounds[i]]
+        return found
+
+
+class ChosenStream:
+    """The chosen rows of a column end to end, gathered when they are asked for."""
+
+    def __init__(self, column: Column):
+        self.column, self.dtype = column, column.values.dtype
+        self.ends = np.concatenate([[0], np.cumsum(column.lengths)])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, index: np.ndarray) -> np.ndarray:
+        row = np.searchsorted(self.ends, index, side="right") - 1
+        return self.column.values[self.column.starts(row) + index - self.ends[row]]
+
+
+Numbers = np.ndarray | Joined | ChosenStream
+
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """Rows of numbers. With `ends` (n + 1 numbers), stored row i is values[ends[i]:ends[i + 1]]; without, values[i].
+    `chosen` says which stored rows there are, in any order and as often as they are named; none: all of them."""
+
+    values: np.ndarray | Joined
+    ends: np.ndarray | None = None
+    chosen: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        if self.chosen is not None:
+            return len(self.chosen)
         return len(self.values) if self.ends is None else len(self.ends) - 1
 
     def __getitem__(self, i: int) -> np.ndarray:
-        return self.values[i] if self.ends is None else self.values[self.ends[i] : self.ends[i + 1]]
+        row = self.stored(np.array([i]))
+        if self.ends is None:
+            return self.values[row][0]
+        return self.values[np.arange(self.ends[row[0]], self.ends[row[0] + 1])]
+
+    def stored(self, index: np.ndarray) -> np.ndarray:
+        """Where these rows are stored."""
+        return index if self.chosen is None else self.chosen[index]
+
+    def at(self, index: np.ndarray) -> np.ndarray:
+        """These rows, all of one shape."""
+        return self.values[self.stored(index)]
+
+    def starts(self, index: np.ndarray) -> np.ndarray:
+        """Where in `values` these rows begin."""
+        assert self.ends is not None, "rows of one shape have no ends"
+        return self.ends[self.stored(index)]
 
     @property
     def lengths(self) -> np.ndarray:
         assert self.ends is not None, "rows of one shape have no lengths"
-        return np.diff(self.ends)
+        sizes = np.diff(self.ends)
+        return sizes if self.chosen is None else sizes[self.chosen]
 
     @property
-    def stream(self) -> np.ndarray:
+    def stream(self) -> Numbers:
         """All rows end to end."""
         assert self.ends is not None, "rows of one shape are no stream"
-        return self.values[self.ends[0] : self.ends[-1]]
+        if self.chosen is None and isinstance(self.values, np.ndarray):
+            return self.values[self.ends[0] : self.ends[-1]]
+        return ChosenStream(self)
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        """All numbers in order, as many at once as memory takes without notice."""
+        whole = self if self.ends is None else self.stream
+        step = max(BLOCK // math.prod(self.values.shape[1:]), 1)
+        for i in range(0, len(whole), step):
+            index = np.arange(i, min(i + step, len(whole)))
+            yield whole.at(index) if isinstance(whole, Column) else whole[index]
 
     @property
     def fingerprint(self) -> str:
-        parts = [self.values] if self.ends is None else [self.stream, self.lengths]
-        whole = hashlib.sha256()
-        for part in parts:
-            whole.update(f"{part.dtype}{part.shape}".encode())
-            whole.update(np.ascontiguousarray(part).data)
+        """The same for the same rows, however they are stored."""
+        whole, count = hashlib.sha256(), len(self) if self.ends is None else len(self.stream)
+        whole.update(f"{self.values.dtype}{(count, *self.values.shape[1:])}".encode())
+        for block in self.blocks():
+            whole.update(np.ascontiguousarray(block).data)
+        if self.ends is not None:
+            lengths = self.lengths
+            whole.update(f"{lengths.dtype}{lengths.shape}".encode() + lengths.tobytes())
         return whole.hexdigest()
 
-    def part(self, start: int, stop: int) -> Column:
-        """Rows start to stop, without a copy."""
-        if self.ends is None:
-            return Column(self.values[start:stop])
-        return Column(self.values, self.ends[start : stop + 1])
-
     def take(self, index: np.ndarray) -> Column:
-        """Some rows, copied."""
-        if self.ends is None:
-            return Column(self.values[index])
-        return Column.of([self[i] for i in index], self.values.dtype)
+        """Some rows, without a copy."""
+        run = len(index) and self.chosen is None and bool((np.diff(index) == 1).all())
+        if run and self.ends is not None:
+            return Column(self.values, self.ends[index[0] : index[-1] + 2])
+        return Column(self.values, self.ends, self.stored(index))
+
+    @staticmethod
+    def join(parts: Sequence[Column]) -> Column:
+        """The rows of several columns, one after the other, without a copy."""
+        if len(parts) == 1:
+            return parts[0]
+        assert all(part.chosen is None for part in parts), "join first, then choose"
+        values = Joined([part.values for part in parts])  # type: ignore[misc]
+        if parts[0].ends is None:
+            return Column(values)
+        ends = [part.ends[1:] + first for part, first in zip(parts, values.bounds)]  # type: ignore[index]
+        return Column(values, np.concatenate([parts[0].ends[:1], *ends]))
 
     @staticmethod
     def of(rows: Sequence[Sequence[int] | np.ndarray], dtype: Any = np.int64) -> Column:

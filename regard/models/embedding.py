@@ -59,7 +59,7 @@ class TokenEmbedding(nn.Module):
         if self.types is not None:
             x = x + (self.types[0] if types is None else F.embedding(types, self.types))
         if self.position is not None:
-            x = x + self.position(pos.index, ids).to(x.dtype)
+            x = x + self.position(pos.absolute, ids).to(x.dtype)
         x = self.dropout(x if self.norm is None else self.norm(x))
         return x if self.project is None else self.project(x)
 

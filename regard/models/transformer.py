@@ -23,9 +23,10 @@ from regard.models.embedding import PatchEmbedding, Patches, TokenEmbedding, Tok
 
 def embed(
     part: TokenEmbedding | PatchEmbedding, ids: Tensor, lengths: Lengths, max_len: int | None,
-    *, name: str = "ids", types: Tensor | None = None, cache: Cache | None = None
+    *, name: str = "ids", types: Tensor | None = None, cache: Cache | None = None, mask: Mask | None = None
 ) -> tuple[Tensor, Span]:  # fmt: skip
-    """ids (b t) or images (b c h w) as vectors (b t m), and their positions (-1 for padding)."""
+    """ids (b t) or images (b c h w) as vectors (b t m), and their positions (-1 for padding). Positions of packed
+    documents, which `mask` keeps apart, begin anew with each."""
     if isinstance(part, PatchEmbedding):
         x = part(ids)
         return x, Span.run(0, x.shape[1], x.device)
@@ -34,7 +35,7 @@ def embed(
         if not part.config.types:
             raise UsageError("this model has no segment types; leave `types` out")
         base.check_ids(types, part.config.types, "types")
-    pos = positions(ids, lengths, context(max_len, part.config), cache)
+    pos = positions(ids, lengths, context(max_len, part.config), cache).within(mask)
     return part(ids, pos, types), pos
 
 
@@ -98,7 +99,7 @@ class Transformer(Model):
             raise UsageError("an image has no lengths, types or cache; call model(images)")
         if cache is not None and not c.tower.causal:
             raise UsageError("an encoder sees both ways: it cannot run with a cache; leave it out")
-        x, pos = embed(self.embedding, ids, lengths, c.max_len, types=types, cache=cache)
+        x, pos = embed(self.embedding, ids, lengths, c.max_len, types=types, cache=cache, mask=mask)
         probe = self.probe_of(ids, probe)
         ctx = Context(pos, mask or c.tower.mask, probe=probe, backend=backend)
         return self.tower(x, ctx, caches=(cache, None))
@@ -194,7 +195,7 @@ class EncoderDecoder(Model):
         memory, memory_pos = None, None if cross is None else cross.span
         if source is not None:
             memory, memory_pos = self.encode(source, source_lengths, probe=probe, backend=backend)
-        x, pos = embed(self.target, ids, lengths, c.max_len, cache=cache)
+        x, pos = embed(self.target, ids, lengths, c.max_len, cache=cache, mask=mask)
         if cache is not None and memory is not None and memory_pos is not None:
             cross = base.cross_cache(cache, self.source_specs(), memory, memory_pos)
             memory_pos = cross.span

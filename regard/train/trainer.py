@@ -193,9 +193,13 @@ class Trainer:
     def _changes(self, path: Path, state: dict[str, Any]) -> dict[str, list[Any]]:
         """Settings that are not as in the checkpoint, by name; an error where one of them decides the bits."""
         if state["feed"] != self.feed.fingerprint:
-            raise UsageError(
-                f"the data changed since {path}; go on with the same, or train into another folder"
-            )
+            if state["feed"] != getattr(self.feed, "earlier", None):
+                raise UsageError(
+                    f"the data changed since {path}; go on with the same, or train into another folder"
+                )
+            text = f"{path.name} is of an older version, which dealt the same data in another order"
+            more = "the pass that it stopped in is not the same, and packed documents begin at position 0 now"
+            self.tell({"kind": "warning", "text": f"{text}: {more}"})
         if state["machine"] != (now := machine(self.team)):
             text = f"trained on {state['machine']}, now {now}: the same up to rounding"
             self.tell({"kind": "warning", "text": f"{text}, not to the bit"})

@@ -112,16 +112,6 @@ def test_documents_do_not_leak_into_each_other(name: str) -> None:
     assert torch.equal(ours[1, :2], want[1, :2]) and torch.equal(ours[1, 5:], want[1, 5:])
 
 
-@pytest.mark.parametrize("name", ["gqa_rope", "mla"])
-@torch.no_grad()
-def test_packed_documents_equal_each_alone_where_positions_are_relative(name: str) -> None:
-    model, x = decoder(name), ids(1, 9)
-    doc = torch.tensor([[0] * 4 + [1] * 5])
-    out = model(x, mask=Causal() & Documents(doc))
-    torch.testing.assert_close(out[:, :4], model(x[:, :4]), **TIGHT)
-    torch.testing.assert_close(out[:, 4:], model(x[:, 4:]), **TIGHT)
-
-
 STEPS = torch.arange(9)
 CASES: dict[str, tuple[Mask, Tensor]] = {
     "full": (Full(), torch.ones(9, 9).bool()),

@@ -255,12 +255,15 @@ epochs = 1
 """
 
 
+FOUR = [{"messages": [{**USER, "content": f"{USER['content'][:-1]}{x}"}, REPLY]} for x in ".,!?"]
+
+
 def test_run_on_chats_can_be_talked_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A tokenizer that is learned has ChatML; a model goes on with its own template, or with one that is named."""
     monkeypatch.chdir(tmp_path)
-    jsonl(tmp_path / "chats.jsonl", [{"messages": [USER, REPLY]}] * 4)
+    jsonl(tmp_path / "chats.jsonl", FOUR)
     Path("chat.toml").write_text(CONFIG, encoding="utf-8")
     assert main(["data", "peek", "chat.toml"]) == 0
     shown = capsys.readouterr().out
@@ -285,8 +288,8 @@ def test_marks_that_the_tokenizer_lacks_are_named_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    jsonl(tmp_path / "chats.jsonl", [{"messages": [USER, REPLY]}] * 4)
-    jsonl(tmp_path / "lines.jsonl", [{"text": "Hi there"}] * 4)
+    jsonl(tmp_path / "chats.jsonl", FOUR)
+    jsonl(tmp_path / "lines.jsonl", [{"text": f"Hi there{mark}"} for mark in ".,!?"])
     lm = CONFIG.replace('"chat"', '"lm"').replace("chats.jsonl", "lines.jsonl")
     Path("lm.toml").write_text(lm, encoding="utf-8")
     assert main(["train", "lm.toml", "--quiet"]) == 0

@@ -250,7 +250,8 @@ def test_changes_depend_on_seed_and_number_alone_whatever_the_rank() -> None:
     for k in (5, 0, 3):
         whole = one.batch(k)
         assert same(other.batch(k), whole)
-        assert same(joined([other.batch(k, r, 3) for r in range(3)]), whole)
+        world = min(3, len(whole.ids))
+        assert same(joined([other.batch(k, r, world) for r in range(world)]), whole)
 
 
 def test_pictures_need_a_number_of_rows_and_labels() -> None:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.data.feed import IGNORE, PACKS, Batch, Batching, Deck, TextFeed
+from regard.data.corrupt import Corrupted, DrawPrefix
+from regard.data.feed import IGNORE, PACKS, Batch, Batching, CaptionFeed, ImageFeed, TextFeed
 from regard.data.read import DataError
 from regard.data.shards import Column
 from regard.errors import UsageError
@@ -122,11 +123,36 @@ def test_packed_documents_are_learned_once_and_never_across_a_border() -> None:
     want = Counter(pair for doc in docs for pair in pairwise(doc))
     made = feed(docs)
     assert learned(list(made.everything())) == want
-    rows = Deck(len(made.bins) - 1, 4, 5)
-    batches = [made.batch(k) for k in range(made.epoch)]
-    seen = torch.cat([b.ids for b in batches])[: rows.n]  # the last batch begins the next pass
-    labels = torch.cat([b.labels for b in batches])[: rows.n]
-    assert learned([Batch(seen, labels)]) == want
+    for number in range(3):
+        assert learned(a_pass(made, number)) == want
+
+
+def a_pass(made: TextFeed, number: int) -> list[Batch]:
+    return [made.batch(k) for k in range(number * made.epoch, (number + 1) * made.epoch)]
+
+
+@pytest.mark.parametrize(("sizes", "most"), [((2, 11), 0.1), ((2, 31), 0.1), ((40, 400), 0.35)])
+def test_packed_documents_have_other_company_in_every_pass(
+    sizes: tuple[int, int], most: float
+) -> None:
+    """120 documents; where most have a length of their own (up to 360 lengths), full rows are less free to change."""
+    drawn = np.random.default_rng(1).integers(*sizes, 120)
+    docs = [[1000 * (d + 1) + i for i in range(n)] for d, n in enumerate(drawn.tolist())]
+    made = feed(docs, length=sizes[1] + 100)
+
+    def company(number: int) -> set[frozenset[int]]:
+        """The documents of each row that has more than one."""
+        rows = [row for batch in a_pass(made, number) for row in batch.ids]
+        met = [frozenset((row[row != PAD] // 1000).tolist()) for row in rows]
+        return {row for row in met if len(row) > 1}
+
+    passes = [company(number) for number in range(4)]
+    assert len({sum(len(b.ids) for b in a_pass(made, number)) for number in range(4)}) == 1
+    for one, other in pairwise(passes):
+        assert len(one & other) < most * len(one)
+    # A function of (seed, pass), whatever was asked for before.
+    again = feed(docs, length=sizes[1] + 100)
+    assert same(again.batch(3 * made.epoch), made.batch(3 * made.epoch))
 
 
 def test_documents_of_a_row_are_numbered_and_padding_is_apart() -> None:
@@ -146,10 +172,17 @@ def test_stream_is_learned_once_a_pass_borders_and_all() -> None:
     docs = documents()
     flat = [i for doc in docs for i in doc]
     made = feed(docs, "stream", rows=3)
-    assert learned(list(made.everything())) == Counter(pairwise(flat))
-    count = (len(flat) - 1) // 10
-    rows = torch.cat([made.batch(k).ids for k in range(made.epoch)])[:count]
-    assert sorted(rows[:, 0].tolist()) == sorted(flat[i * 10] for i in range(count))
+    want = Counter(pairwise(flat))
+    assert learned(list(made.everything())) == want
+    borders = []
+    for number in range(4):
+        batches = a_pass(made, number)
+        # The last tokens too, which no whole row is left for.
+        assert learned(batches) == want
+        rows = [row for batch in batches for row in batch.ids]
+        assert len(rows) == -(-(len(flat) - 1) // 10)
+        borders.append({int(row[0]) for row in rows})
+    assert len(set(map(frozenset, borders))) == 4
 
 
 def test_windows_begin_anywhere_and_end_inside() -> None:
@@ -319,6 +352,29 @@ def test_fingerprint_tells_data_and_settings_apart() -> None:
     others += [feed(held=feed()), feed(prompts=np.ones(40, np.int64))]
     assert len({base, *(f.fingerprint for f in others)}) == 1 + len(others)
     assert feed().fingerprint == base
+
+
+def test_feeds_know_what_older_versions_called_them() -> None:
+    """So that a run which was begun before the order changed can say that it did, and goes on."""
+    earlier = {"documents": "663523c6521c", "stream": "28a3108546f9"}
+    earlier |= {"windows": "a5b3d4e5bdc6", "none": "5b64cb7c9d69"}
+    made = {pack: feed(pack=pack) for pack in PACKS}
+    assert {pack: feed.earlier[:12] for pack, feed in made.items()} == earlier
+    changed = {pack for pack, feed in made.items() if feed.fingerprint != feed.earlier}
+    assert changed == {"documents", "stream"}
+    assert Corrupted(made["documents"], DrawPrefix(), 3).earlier[:12] == "03b5f74711c2"
+
+    def pictures(held: ImageFeed | None = None) -> ImageFeed:
+        images = Column(np.zeros((5, 2, 2, 1), np.uint8))
+        return ImageFeed(images, Column(np.arange(5)), Batching(rows=2), held=held)
+
+    assert pictures().earlier[:12] == "3591e1d47f65"
+    assert pictures(pictures()).earlier[:12] == "f3d00b0f8a99"
+    captions = CaptionFeed(
+        Column(np.zeros((2, 2, 2, 1), np.uint8)), Column(np.arange(2)), Batching(rows=2),
+        texts=Column.of([[1], [2, 3]]), start=1, end=2,
+    )  # fmt: skip
+    assert captions.earlier[:12] == "fd0b0850943a"
 
 
 def test_short_stream_is_one_padded_row() -> None:

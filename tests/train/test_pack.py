@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.data.feed import Buckets, Deck, Tiles, best_fit, cut, draws, framed, ranges
+from regard.data.feed import Buckets, Deck, Packs, Tiles, best_fit, cut, draws, framed, ranges
 from regard.data.read import DataError
 
 
@@ -18,16 +18,17 @@ def test_drawn_numbers_are_those_of_philox_whatever_numpy_does() -> None:
 
 
 DRAWN = [16588509541787650340, 7798703924310098251, 4457997086479036819]
-DEALT = [6, 7, 6]
+DEALT = [6, 7]
 
 
 @given(st.integers(1, 50), st.integers(1, 60), st.integers(0, 2**63 - 1))
 def test_deck_deals_each_example_once_a_pass(n: int, rows: int, seed: int) -> None:
     deck = Deck(n, rows, seed)
-    dealt = np.concatenate([deck.take(k) for k in range(3 * deck.epoch + 1)])
     for p in range(3):
-        assert sorted(dealt[p * n : (p + 1) * n]) == list(range(n))
-    assert len({len(deck.take(k)) for k in range(5)}) == 1
+        batches = [deck.take(k) for k in range(p * deck.epoch, (p + 1) * deck.epoch)]
+        assert sorted(np.concatenate(batches)) == list(range(n))
+        assert {len(batch) for batch in batches[:-1]} <= {min(rows, n)}
+        assert 0 < len(batches[-1]) <= min(rows, n)
     assert np.concatenate(list(deck.fixed())).tolist() == list(range(n))
 
 
@@ -78,6 +79,26 @@ def test_best_fit_places_everything_and_wastes_little(sizes: list[int]) -> None:
     for size in sizes:
         simple, left = (simple, left - size) if size <= left else (simple + 1, 20 - size)
     assert len(loads) <= simple
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=60), st.integers(0, 9))
+def test_packs_of_every_pass_hold_each_piece_once(sizes: list[int], seed: int) -> None:
+    packs = Packs(np.array(sizes), 20, 4, seed)
+    for k in (None, 0, packs.epoch, 7 * packs.epoch):
+        pieces, starts = packs.packing(k)
+        assert sorted(pieces) == list(range(len(sizes))) and len(starts) == packs.n + 1
+        assert all(0 < sum(sizes[i] for i in pieces[a:b]) <= 20 for a, b in pairwise(starts))
+
+
+@given(st.integers(1, 70), st.integers(1, 12), st.integers(0, 1), st.integers(1, 5))
+def test_tiles_of_every_pass_cover_each_token_once(
+    n: int, length: int, extra: int, rows: int
+) -> None:
+    tiles = Tiles(n + extra, length, extra, rows, 3, random=False)
+    for p in range(3):
+        numbers = np.concatenate([tiles.take(p * tiles.epoch + i) for i in range(tiles.epoch)])
+        sizes = np.minimum(length, n + tiles.first(p * tiles.epoch) - numbers)
+        assert sorted(ranges(numbers, sizes) % n) == list(range(n))
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(2, 9), st.integers(0, 1))

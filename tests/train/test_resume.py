@@ -47,6 +47,20 @@ def holding(folder: Path, events: list[Event], **changes: Any) -> Trainer:
     return t
 
 
+def test_run_of_a_version_that_dealt_otherwise_goes_on_and_says_so(tmp_path: Path) -> None:
+    t = trainer(tmp_path, steps=4)
+    t.run(lambda: t.at.step >= 2)
+    events: list[Event] = []
+    t = trainer(tmp_path, events.append, steps=4)
+    t.feed.earlier, t.feed.fingerprint = t.feed.fingerprint, "dealt anew"  # type: ignore[attr-defined, misc]
+    assert t.resume() and t.at.step == 2
+    (told,) = [e["text"] for e in events if e["kind"] == "warning"]
+    assert "dealt the same data in another order" in told
+    t.feed.earlier = "another"  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="the data changed since"):
+        t.resume()
+
+
 # --- stopped = not stopped ----------------------------------------------------------------------------------------
 
 

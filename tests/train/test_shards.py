@@ -180,7 +180,30 @@ def _says_the_same(before: bytes, after: bytes, path: Path) -> bool:
 def test_columns_can_be_parted() -> None:
     column = Column.of(ROWS, np.uint32)
     assert column.lengths.tolist() == [3, 0, 2, 1] and len(column) == 4
-    assert column.part(1, 3).stream.tolist() == [65535, 0]
-    assert column.take(np.array([3, 0])).stream.tolist() == [7, 1, 2, 3]
-    assert column.part(1, 3).fingerprint == Column.of(ROWS[1:3], np.uint32).fingerprint
+    assert column.take(np.arange(1, 3)).stream.tolist() == [65535, 0]
+    rows = np.array([3, 0, 0])
+    picked, copied = column.take(rows), Column.of([ROWS[i] for i in rows], np.uint32)
+    assert picked.values is column.values
+    assert [picked[i].tolist() for i in range(3)] == [ROWS[i] for i in rows]
+    assert picked.fingerprint == copied.fingerprint
+    assert picked.take(np.array([1])).fingerprint == Column.of(ROWS[:1], np.uint32).fingerprint
+    assert column.take(np.arange(1, 3)).fingerprint == Column.of(ROWS[1:3], np.uint32).fingerprint
     assert column.fingerprint != Column.of([*ROWS[:1], *ROWS[2:], []], np.uint32).fingerprint
+
+
+def test_columns_are_joined_and_chosen_from_without_a_copy() -> None:
+    parts = [ROWS, [[9], [8, 8]], [[], [5]]]
+    whole, every = (
+        Column.join([Column.of(part) for part in parts]),
+        [row for p in parts for row in p],
+    )
+    assert len(whole) == 8 and whole.lengths.tolist() == list(map(len, every))
+    assert whole.fingerprint == Column.of(every).fingerprint
+    index = np.array([5, 0, 7, 1, 5])
+    chosen, flat = whole.take(index), [x for i in index for x in every[i]]
+    assert chosen.stream[np.arange(len(flat))].tolist() == flat
+    assert chosen.fingerprint == Column.of([every[i] for i in index]).fingerprint
+    shapes = [np.arange(6).reshape(3, 2), np.arange(4).reshape(2, 2)]
+    fixed = Column.join([Column(x) for x in shapes]).take(np.array([4, 1]))
+    assert fixed.at(np.arange(2)).tolist() == [[2, 3], [2, 3]] and fixed[0].tolist() == [2, 3]
+    assert fixed.fingerprint == Column(np.array([[2, 3], [2, 3]])).fingerprint
