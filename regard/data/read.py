@@ -520,14 +520,22 @@ def _folder(path: Path, size: int | None) -> tuple[np.ndarray, list[str]]:
     return np.stack(images), [file.parent.name for file in files]
 
 
+# Of pictures that somebody sent: what kinds, and how many pixels.
+SENT, MOST_PIXELS = ("PNG", "JPEG"), 1 << 24
+
+
 def read_picture(
-    file: Path, size: int | None, channels: int | None, resample: int | None = None
+    file: Path | bytes, size: int | None, channels: int | None, resample: int | None = None
 ) -> np.ndarray:
     """Bytes (h w c) of a PNG or JPEG; c is 1 or 3, by the file unless `channels` says it. `resample` is the number of
-    Pillow's filter for scaling."""
+    Pillow's filter for scaling. A file's content is a stranger's: its kind and its size are looked at first."""
     library = needed("PIL.Image", "reading PNG and JPEG pictures", "pillow")
+    sent = isinstance(file, bytes)
+    opened: Any = io.BytesIO(file) if isinstance(file, bytes) else file
     try:
-        with library.open(file) as picture:
+        with library.open(opened, formats=SENT if sent else None) as picture:
+            if sent and picture.width * picture.height > MOST_PIXELS:
+                raise ValueError(f"{picture.width} x {picture.height} pixels are too many")
             grey = picture.mode in ("1", "L") if channels is None else channels == 1
             picture = picture.convert("L" if grey else "RGB")
             picture = picture if size is None else picture.resize((size, size), resample)
@@ -535,8 +543,9 @@ def read_picture(
     # A broken picture raises almost anything.
     except Exception as error:
         why = getattr(error, "strerror", None) or error
+        name = "this" if sent else str(file)
         raise DataError(
-            f"{file} is no picture that can be read: {why}; give a PNG or JPEG"
+            f"{name} is no picture that can be read: {why}; give a PNG or JPEG"
         ) from None
 
 
@@ -548,8 +557,8 @@ class Pictures:
         self.wanted = wanted
         self.mean, self.std, self.filter = normal_of(origin)
 
-    def file(self, file: Path) -> Tensor:
-        """(c h w) of a PNG or JPEG."""
+    def file(self, file: Path | bytes) -> Tensor:
+        """(c h w) of a PNG or JPEG, or of its content."""
         return self.tensor(read_picture(file, self.wanted.size, self.wanted.channels, self.filter))
 
     def array(self, file: Path) -> list[Tensor]:

@@ -158,7 +158,7 @@ class Engine:
             apart = slots and request.settings.beams > 1
             check_pages(request, self.pool, self.model, self._source(request), apart)
         if request.number >= 0:  # given before: the same words, another request
-            request = replace(request)
+            request = replace(request, cached=None)
         request.number = self.count
         self.count += 1
         insort(self.waiting, request, key=RANK)

@@ -253,6 +253,9 @@ class Lane:
                 slot.keys = page_keys(slot.text, page, salt, keys[: len(slot.text) // page])
                 if not unscored(row.request, self.scores):
                     self._adopt(slot)
+            # When it is put back, it finds its own.
+            if row.request.cached is None:
+                row.request.cached = slot.fed
 
     def _adopt(self, slot: Slot) -> None:
         """Begin with pages that others left."""

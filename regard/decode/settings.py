@@ -227,6 +227,8 @@ class Request:
     salt: str = ""
     priority: int = 0
     mask: Callable[[int, list[int]], Any] | None = None
+    # Once it is admitted: tokens of the prompt whose pages others had left.
+    cached: int | None = None
 
     @property
     def rank(self) -> tuple[int, int]:

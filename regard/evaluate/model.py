@@ -333,16 +333,16 @@ def embedded(
     return (F.normalize(vectors, dim=-1) if normalize else vectors).cpu().numpy()
 
 
-def grouped(rows: Sequence[Tensor], places: int) -> Iterator[list[Tensor]]:
-    """Rows one after the other, as many at a time as lie side by side in so many places; one at
-    least, however long."""
+def grouped(rows: Sequence[Tensor], sizes: Sequence[int], places: int) -> Iterator[list[Tensor]]:
+    """Rows of so many tokens each, one after the other, as many at a time as lie side by side in so
+    many places; one at least, however long."""
     group, longest = list[Tensor](), 0
-    for row in rows:
-        if group and max(longest, len(row)) * (len(group) + 1) > places:
+    for row, size in zip(rows, sizes):
+        if group and max(longest, size) * (len(group) + 1) > places:
             yield group
             group, longest = [], 0
         group.append(row)
-        longest = max(longest, len(row))
+        longest = max(longest, size)
     if group:
         yield group
 

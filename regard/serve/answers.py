@@ -11,13 +11,13 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from itertools import chain, repeat
+from itertools import accumulate, chain, repeat
 from typing import Any
 
 import msgspec
 import torch
 
-from regard.decode.check import context_of
+from regard.decode.check import context_of, written
 from regard.decode.generate import settings_for, special_of
 from regard.decode.settings import Request, Result
 from regard.serve import shapes
@@ -29,13 +29,17 @@ from regard.text import needed
 from regard.text.tokenizer import check_stop
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
-# Of a body's fields, those that the engine calls the same.
+# Of a body's fields, those that the engine has, and by what name.
 SETTINGS = "temperature top_p top_k min_p seed logit_bias presence_penalty frequency_penalty repetition_penalty"
+RENAMED = {name: name for name in SETTINGS.split()} | {"min_tokens": "min_new_tokens"}
 # Of the input of /v1/responses, what each kind of item must have.
 NEEDS = {"message": ["role", "content"], "function_call": ["call_id", "name", "arguments"]}
 NEEDS |= {"function_call_output": ["call_id", "output"]}
 # Of a chat's fields, what /v1/responses calls them.
 NAMES = {"messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens"}
+ECHOED = "user max_tool_calls prompt_cache_key prompt_cache_retention safety_identifier"
+# How models that think before they answer end their thoughts.
+THOUGHT = b"</think>"
 Data = dict[str, Any]
 Said = tuple[int, str, list[Entry], str]  # number of the answer, new text, its tokens, finish or ""
 
@@ -44,22 +48,56 @@ class Ask:
     """Prompts for one model, and how they are answered; made in a worker, where checking may take its time."""
 
     def __init__(
-        self, app: Models, x: Exchange, host: Host, body: Any, prompts: list[list[int]], **more: Any
-    ):
-        self.app, self.x, self.host, self.prompts = app, x, host, prompts
+        self, app: Models, x: Exchange, host: Host, body: Any, prompts: list[list[int]], field: str,
+        **more: Any,
+    ):  # fmt: skip
+        self.app, self.x, self.host, self.prompts, self.field = app, x, host, prompts, field
         self.mask = more.pop("mask", None)
         given = {k: v for k, v in msgspec.structs.asdict(body).items() if v is not None}
-        limits, beams = app.limits, given.get("beams", 1)
-        self.n = n = given.get("n", 1)
         if "stream_options" in given and not given.get("stream"):
             raise Refusal(400, "stream_options are for stream=true", "stream_options")
+        self.settings = settings_for(host.model, self.asked(given) | more)
+        longest, new = context_of(host.model), self.settings.max_new_tokens
+        used = 1 if host.model.reads_source else max(map(len, prompts), default=0)
+        if longest is not None and used + new > longest:
+            why = f"{used} tokens of prompt and {new} new ones are more than the model's context of"
+            raise Refusal(400, f"{why} {longest}; send less", field, "context_length_exceeded")
+        whose = [
+            x.who,
+            *(given.get(name, "") for name in ("user", "safety_identifier", "cache_salt")),
+        ]
+        self.salt = hashlib.sha256("\0".join(whose).encode()).hexdigest()
+        self.priority, most = given.get("priority", 0), x.user.priority if x.user else 0
+        if self.priority > most:
+            why = f"priority is {self.priority}; the largest of this key is {most}"
+            raise Refusal(400, why, "priority")
+        self.created, self.usage = int(time.time()), {"prompt": sum(map(len, prompts)), "new": 0}
+        self.cached = self.thought = 0
+
+    def asked(self, given: Data) -> Data:
+        """The engine's settings of a body's fields."""
+        limits, beams, n = self.app.limits, given.get("beams", 1), given.get("n", 1)
+        self.n, self.copies, self.stop = n, 1, check_stop(given.get("stop", ()))
         if n > limits.n:
             raise Refusal(400, f"n is {n}; this server gives at most {limits.n} answers", "n")
         if n > beams > 1:
             raise Refusal(400, f"n is {n}, more than {beams} beams", "n")
+        if sum(map(len, self.stop)) > 4096 or (self.stop and beams > 1):
+            why = "not with beams" if beams > 1 else "4,096 characters in all"
+            raise Refusal(400, f"stop strings: {why}", "stop")
+        size = written(self.host.model).vocab
+        for name in ("logit_bias", "stop_token_ids"):
+            if (most := max(given.get(name, ()), default=0)) >= size:
+                why = f"{name} has the token {most}, the vocabulary ends with {size - 1}"
+                raise Refusal(400, why, name)
         settings: Data = {"seed": secrets.randbits(62)}
-        settings |= {name: given[name] for name in SETTINGS.split() if name in given}
-        self.copies = 1
+        settings |= {ours: given[name] for name, ours in RENAMED.items() if name in given}
+        if settings.get("top_k") == -1:
+            settings["top_k"] = 0
+        if given.get("ignore_eos") or "stop_token_ids" in given:
+            own = () if given.get("ignore_eos") else special_of(self.host.model).eos
+            ends = [*(i for i in own if i < size), *given.get("stop_token_ids", ())]
+            settings["eos"] = tuple(dict.fromkeys(ends))
         if beams > 1:
             settings |= {"beams": beams, "n_best": n}
         elif settings.setdefault("temperature", 1.0):
@@ -67,23 +105,7 @@ class Ask:
         else:
             # Greedy answers are all the same: one is made, and given n times.
             self.copies = n
-        self.stop = check_stop(given.get("stop", ()))
-        if sum(map(len, self.stop)) > 4096 or (self.stop and beams > 1):
-            why = "not with beams" if beams > 1 else "4,096 characters in all"
-            raise Refusal(400, f"stop strings: {why}", "stop")
-        self.settings = settings_for(host.model, settings | more)
-        longest, new = context_of(host.model), self.settings.max_new_tokens
-        used = 1 if host.model.reads_source else max(map(len, prompts), default=0)
-        if longest is not None and used + new > longest:
-            why = f"{used} tokens of prompt and {new} new ones are more than the model's context of"
-            raise Refusal(400, f"{why} {longest}; send less", code="context_length_exceeded")
-        whose = f"{x.who}\0{given.get('user', '')}"
-        self.salt = hashlib.sha256(whose.encode()).hexdigest()
-        self.priority, most = given.get("priority", 0), x.user.priority if x.user else 0
-        if self.priority > most:
-            why = f"priority is {self.priority}; the largest of this key is {most}"
-            raise Refusal(400, why, "priority")
-        self.created, self.usage = int(time.time()), {"prompt": sum(map(len, prompts)), "new": 0}
+        return settings
 
     @asynccontextmanager
     async def tickets(self, live: bool) -> AsyncIterator[list[Ticket]]:
@@ -107,6 +129,7 @@ class Ask:
                     self.host.cancel(ticket)
                 self.x.first = min((t.first for t in tickets if t.first is not None), default=None)
                 self.app.spent(self.x, self.host, **self.usage)
+                self.x.note["cached"] = self.cached
                 if all(ticket.results is not None for ticket in tickets):
                     pairs = zip(self.prompts, tickets)
                     texts = [(ids, r.ids) for ids, ticket in pairs for r in ticket.results or []]
@@ -114,8 +137,10 @@ class Ask:
 
     def checked(self, ticket: Ticket) -> list[Result]:
         """Results that are answers."""
+        self.cached += min(ticket.request.cached or 0, len(ticket.request.ids))
         for result in ticket.results or []:
             self.usage["new"] += len(result.ids) * self.copies
+            self.thought += thoughts(self.host, result.ids) * self.copies
             if result.finish == "deadline":
                 raise late(self.app.limits)
             mask = ticket.request.mask
@@ -162,9 +187,18 @@ class Ask:
         about = {"id": self.name, "object": kind, "created": self.created, "model": self.host.name}
         return {**about, "system_fingerprint": self.host.fingerprint}
 
-    def spent(self) -> dict[str, int]:
-        prompt, new = self.usage["prompt"], self.usage["new"]
-        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+    def spent(self, prompt: str = "prompt", new: str = "completion") -> Data:
+        """What was used, in the words of a path."""
+        counts = self.usage["prompt"], self.usage["new"]
+        return {
+            **{
+                f"{prompt}_tokens": counts[0],
+                f"{new}_tokens": counts[1],
+                "total_tokens": sum(counts),
+            },
+            f"{prompt}_tokens_details": {"cached_tokens": self.cached},
+            f"{new}_tokens_details": {"reasoning_tokens": self.thought},
+        }
 
     async def send(
         self, body: Any, head: Data, choices: Callable[..., list[Data]], first: Sequence[Data] = ()
@@ -189,6 +223,15 @@ class Ask:
             if usage:
                 await x.events([{**head, "choices": [], "usage": self.spent()}])
             await x.done()
+
+
+def thoughts(host: Host, ids: Sequence[int]) -> int:
+    """Tokens of an answer up to the end of its thoughts, where it has some."""
+    told = [host.token(i) for i in ids]
+    end = b"".join(told).find(THOUGHT) + len(THOUGHT)
+    if end < len(THOUGHT):
+        return 0
+    return next(i for i, size in enumerate(accumulate(map(len, told)), 1) if size >= end)
 
 
 def entries_of(result: Result, prompt: Sequence[int] = ()) -> list[Entry]:
@@ -264,7 +307,7 @@ async def completions(app: Models, x: Exchange, body: shapes.Completion) -> None
         more |= {"prompt_logprobs": True} if body.echo else {}
 
     prompts = await prompts_of(app, host, body.prompt, "prompt")
-    ask = await app.worker(lambda: Ask(app, x, host, body, prompts, **more))
+    ask = await app.worker(lambda: Ask(app, x, host, body, prompts, "prompt", **more))
     offsets, echoed = defaultdict[int, Offsets](Offsets), dict[int, str]()
     if body.echo:
         decode = needed(host.tokenizer).decode
@@ -295,12 +338,14 @@ async def conversation(app: Models, x: Exchange, body: shapes.Chat) -> tuple[Ask
 
     parallel = body.parallel_tool_calls is not False
     mask = await masks_for(app, host, body.response_format, tools, wanted, parallel)
-    ids = await chat_ids(app, host, body.messages, usable)
+    given = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    given |= body.chat_template_kwargs or {}
+    ids = await chat_ids(app, host, body.messages, usable, given)
     longest = context_of(host.model) or len(ids) + app.limits.new_tokens
     left = max(1, longest - (1 if host.model.reads_source else len(ids)))
     most = body.max_completion_tokens or body.max_tokens or min(app.limits.new_tokens, left)
     more |= {"mask": mask, "max_new_tokens": most}
-    ask = await app.worker(lambda: Ask(app, x, host, body, [ids], **more))
+    ask = await app.worker(lambda: Ask(app, x, host, body, [ids], "messages", **more))
     return ask, [Reader(bool(usable)) for _ in range(ask.n)]
 
 
@@ -367,6 +412,7 @@ def as_chat(body: shapes.Response) -> shapes.Chat:
         tools=[shapes.ChatTool(tool) for tool in body.tools or []],
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
         **{name: getattr(body, name) for name in shapes.Answer.__struct_fields__},
     )
 
@@ -450,32 +496,33 @@ async def respond(app: Models, x: Exchange, body: shapes.Response) -> None:
     output, stream, settings = Output(), bool(body.stream), ask.settings
     ask.head("response", "resp_")
     chosen, asdict = body.tool_choice or "auto", msgspec.structs.asdict
+    effort = body.reasoning.effort if body.reasoning else None
+    verbosity = {"verbosity": body.text.verbosity} if body.text and body.text.verbosity else {}
     about: Data = {
-        **dict.fromkeys(("error", "incomplete_details", "completed_at", "max_tool_calls")),
-        **dict.fromkeys(("previous_response_id", "prompt_cache_key", "safety_identifier")),
-        **{"id": ask.name, "object": "response", "created_at": ask.created, "user": body.user},
+        **dict.fromkeys(("error", "incomplete_details", "completed_at", "previous_response_id")),
+        **{name: getattr(body, name) for name in ECHOED.split()},
+        **{"id": ask.name, "object": "response", "created_at": ask.created},
         **{"model": ask.host.name, "instructions": body.instructions, "store": False},
         **{"max_output_tokens": body.max_output_tokens, "background": False, "top_logprobs": 0},
         **{"temperature": settings.temperature, "presence_penalty": settings.presence_penalty},
         **{"top_p": settings.top_p, "frequency_penalty": settings.frequency_penalty},
         **{"parallel_tool_calls": body.parallel_tool_calls is not False, "truncation": "disabled"},
-        **{"reasoning": {"effort": None, "summary": None}, "service_tier": "default"},
-        **{"text": {"format": msgspec.to_builtins(form)}, "metadata": body.metadata or {}},
+        **{"reasoning": {"effort": effort, "summary": None}, "service_tier": "default"},
+        **{
+            "text": {"format": msgspec.to_builtins(form)} | verbosity,
+            "metadata": body.metadata or {},
+        },
         **{"tool_choice": chosen if isinstance(chosen, str) else asdict(chosen)},
         "tools": [{**asdict(tool), "strict": True} for tool in body.tools or []],
     }
 
     def over(finish: str) -> Data:
         """The whole answer."""
-        prompt, new = ask.usage["prompt"], ask.usage["new"]
-        usage: Data = {"input_tokens": prompt, "output_tokens": new, "total_tokens": prompt + new}
-        usage |= {"input_tokens_details": {"cached_tokens": 0}}
-        usage |= {"output_tokens_details": {"reasoning_tokens": 0}}
         ended: Data = {"status": "completed", "completed_at": int(time.time())}
         if finish == "length":
             output.items[-1]["status"] = "incomplete"
             ended = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-        return {**about, **ended, "output": output.items, "usage": usage}
+        return {**about, **ended, "output": output.items, "usage": ask.spent("input", "output")}
 
     last: Data = {**about, "status": "in_progress", "output": [], "usage": None}
     begun = ("response.created", "response.in_progress")

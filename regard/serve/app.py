@@ -164,6 +164,9 @@ class App(Models):
             if name in note:
                 self.metrics.add("regard_tokens_total", note[name], model=model, kind=name)
                 self.metrics.add(f"vllm:{theirs}_tokens_total", note[name], model_name=model)
+        if "cached" in note:
+            self.metrics.add("vllm:prefix_cache_queries_total", note["prompt"], model_name=model)
+            self.metrics.add("vllm:prefix_cache_hits_total", note["cached"], model_name=model)
         more = "".join(f" {k}={v}" for k, v in note.items())
         what = (x.scope["method"], path, status, seconds * 1e3, more)
         LOG.info("%s %s %s %d %.0f ms%s", x.id, *what)
@@ -224,7 +227,7 @@ async def tokenize(app: App, x: Exchange, body: shapes.Tokenize) -> None:
 
     most = app.limits.prompt
     if body.messages is not None:
-        ids = await chat_ids(app, host, body.messages)
+        ids = await chat_ids(app, host, body.messages, (), body.chat_template_kwargs)
     else:
         how = {"special": body.add_special_tokens, "literal": body.literal}
         (ids,) = await encoded(app, host, [body.prompt or ""], most, "prompt", **how)

@@ -33,6 +33,13 @@ BOUNDS = "0.005 0.01 0.025 0.05 0.1 0.25 0.5 1 2.5 5 10 30 60 120 300 +Inf"
 KINDS = {401: "authentication_error", 403: "permission_error", 408: "timeout_error"}
 KINDS |= {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 NAMED = re.compile(r"unknown field `(.*?)`|required field `(.*?)`")
+# How the engine's sentences name a setting, and what clients call those that have another name here.
+SETTINGS = "temperature top_p top_k min_p seed logit_bias presence_penalty frequency_penalty repetition_penalty "
+SETTINGS += "max_tokens min_tokens n beams length_penalty stop"
+SETTING = re.compile(
+    r"^(NAME)(?: is |=)|\bleave (NAME)=".replace("NAME", SETTINGS.replace(" ", "|"))
+)
+CALLED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "samples": "n"}
 AT = re.compile(r" - at `(?:key` in `)?\$\.?(.*?)`$")
 
 
@@ -74,12 +81,19 @@ class Refusal(Exception):
 
 
 def refused(error: UsageError, param: str | None = None) -> Refusal:
-    """A mistake that the library found in a request; without its hints about commands."""
-    return Refusal(400, re.sub(r" \(--[^()]*\)", "", str(error)), param)
+    """A mistake that the library found in a request; without its hints about commands. Where nobody knows the field,
+    the sentence may: "top_p is 2; ...", "leave top_k=3 out"."""
+    text = re.sub(r" \(--[^()]*\)", "", str(error))
+    for ours, theirs in CALLED.items():
+        text = re.sub(rf"\b{ours}\b", theirs, text)
+    named = SETTING.search(text) if param is None else None
+    return Refusal(400, text, named[1] or named[2] if named else param)
 
 
 def late(limits: Limits) -> Refusal:
-    return Refusal(408, f"no answer within {limits.deadline:g} seconds")
+    """Not a 408: clients would ask the same again, at once, of a server that has too much to do."""
+    why = f"no answer within {limits.deadline:g} seconds; ask for less"
+    return Refusal(400, why, code="deadline_exceeded")
 
 
 class Gone(Exception):

@@ -37,7 +37,7 @@ from regard.decode.engine import Engine
 from regard.decode.generate import special_of
 from regard.decode.settings import Event, Request, Result, Tops
 from regard.errors import VERSION, UsageError, nearest
-from regard.evaluate.model import Opened, loaded
+from regard.evaluate.model import Opened, loaded, patches_of
 from regard.fast.invariant import invariant as steady
 from regard.files import resolve_model
 from regard.layers import LM, MLM, Classify
@@ -464,8 +464,9 @@ class Models:
     def writer(self, name: str) -> Host:
         """A model that writes."""
         host = self.host(name)
-        if host.engine is None:
-            why = f"{name} is an encoder and writes nothing; it serves {', '.join(serves(host))}"
+        if "completions" not in (kinds := serves(host)):
+            what = "an encoder and writes nothing" if host.engine is None else "asked with pictures"
+            why = f"{name} is {what}; here it serves {', '.join(kinds) or 'nothing'}"
             raise Refusal(400, why, "model")
         return host
 
@@ -505,10 +506,11 @@ class Models:
 def serves(host: Host) -> list[str]:
     """What a model can be asked for."""
     head, kinds = getattr(host.model.config, "head", None), []
-    if host.engine is not None:
+    if host.engine is not None and not (host.model.reads_source and patches_of(host.model)):
         chats = ["chat", "responses"] if host.tokenizer and host.tokenizer.templates else []
         kinds += ["completions", *chats]
         kinds += ["translations"] if host.model.reads_source else []
     kinds += ["classify"] if isinstance(head, Classify) else []
     kinds += ["fill"] if isinstance(head, MLM) else []
-    return [*kinds, "embeddings", "look"] if host.tokenizer is not None else kinds
+    reads = host.tokenizer is not None and patches_of(host.model) is None
+    return [*kinds, "embeddings", "look"] if reads else kinds

@@ -8,15 +8,16 @@ from typing import Any
 
 import msgspec
 
-from regard.decode.check import context_of
+from regard.decode.check import context_of, written
 from regard.decode.graphs import source_length
+from regard.errors import UsageError
 from regard.serve import shapes
-from regard.serve.edge import Refusal
+from regard.serve.edge import Refusal, refused
 from regard.serve.grammar import told_tools
 from regard.serve.host import Host, Models
 from regard.serve.sandbox import TEXTS
 from regard.text import encode_chat, needed
-from regard.text.chat import texts_of
+from regard.text.chat import check_variables, texts_of
 
 LONG = 1 << 14  # characters of a request that a worker reads; more are for the sandbox
 TURNS = 256  # messages, in the same way
@@ -83,23 +84,33 @@ async def prompts_of(app: Models, host: Host, given: Any, param: str) -> list[li
     if texts:
         found = iter(await encoded(app, host, texts, room(app, host), param))
         given = [next(found) if isinstance(prompt, str) else prompt for prompt in given]
+    model = host.model
+    size = (model.config.source if model.reads_source else written(model)).vocab
     for ids in given:
         if not ids:
             raise Refusal(400, "the prompt is empty; give at least one token", param)
         if len(ids) > most:
             why = f"the prompt has {len(ids):,} tokens; this server takes at most {most:,}"
             raise Refusal(400, why, param)
+        if max(ids) >= size:
+            why = f"the prompt has the token {max(ids)}, the vocabulary ends with {size - 1}"
+            raise Refusal(400, why, param)
     return given
 
 
 async def chat_ids(
-    app: Models, host: Host, messages: Sequence[shapes.Message], tools: Sequence[shapes.Tool] = ()
-) -> list[int]:
-    """The prompt of a conversation."""
+    app: Models, host: Host, messages: Sequence[shapes.Message], tools: Sequence[shapes.Tool] = (),
+    variables: dict[str, Any] | None = None,
+) -> list[int]:  # fmt: skip
+    """The prompt of a conversation; `variables` are for the template."""
     tokenizer, most, param = host.tokenizer, room(app, host), "messages"
     if tokenizer is None or not tokenizer.templates:
         why = f"{host.name} has no chat template; use /v1/completions"
         raise Refusal(400, why, param, "no_chat_template")
+    try:
+        check_variables(tokenizer, variables or {})
+    except UsageError as error:
+        raise refused(error, "chat_template_kwargs") from None
     # A template makes a token of each at least.
     if len(messages) > most:
         raise too_long(f"{len(messages):,} messages", most, param)
@@ -107,7 +118,8 @@ async def chat_ids(
     def told() -> tuple[dict[str, Any], int]:
         each = [plain(message) for message in messages]
         turns, data = told_tools(tokenizer.templates.get("default", ""), each, tools)
-        return {"messages": turns, "tools": data}, sum(map(len, texts_of([turns, data])))
+        made = {"messages": turns, "tools": data, "variables": variables or {}}
+        return made, sum(map(len, texts_of(list(made.values()))))
 
     given, size = await app.worker(told, param)
     check_size(host, size, most, param)

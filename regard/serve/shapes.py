@@ -18,6 +18,8 @@ Ids = Annotated[list[Id], Meta(min_length=1)]
 Stop = Text | Annotated[list[Text], Meta(max_length=16)]
 # A text, ids, texts, or lists of ids.
 Prompts = str | Annotated[list[str | Id | Ids], Meta(min_length=1, max_length=2048)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Variables = Annotated[dict[str, Any], Meta(max_length=64)]
 Texts = str | Annotated[list[str], Meta(min_length=1, max_length=2048)]
 
 
@@ -43,14 +45,22 @@ class Answer(Model):
     frequency_penalty: Penalty | None = None
     # Prompts of different users share no cached pages.
     user: str | None = None
+    safety_identifier: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    # Known, and without a say in the answer: nothing is stored, sold or routed here.
+    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
+    store: bool | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
 
 
 class Drawing(Answer):
-    """How tokens are chosen; top_k, min_p, repetition_penalty and priority are ours, as other servers have them."""
+    """How tokens are chosen; from top_k on the fields are vLLM's, `logit_bias` to `n` OpenAI's."""
 
-    top_k: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
+    # -1 and 0: all.
+    top_k: Annotated[int, Meta(ge=-1, le=10_000_000)] | None = None
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     logit_bias: dict[Id, Annotated[float, Meta(ge=-100, le=100)]] | None = None
@@ -58,6 +68,15 @@ class Drawing(Answer):
     stop: Stop | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
+    # No end before so many tokens; no end token at all; more of them.
+    min_tokens: Annotated[int, Meta(ge=0, le=MOST_NEW)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[Id], Meta(max_length=64)] | None = None
+    # Prompts of another one share no cached pages.
+    cache_salt: str | None = None
+    # Known, and only so can be honoured.
+    skip_special_tokens: Literal[True] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
 
 
 class Completion(Drawing, kw_only=True):
@@ -134,6 +153,11 @@ class ChatChoice(Strict):
     type: Literal["function"] = "function"
 
 
+class Prediction(Strict):
+    type: Literal["content"]
+    content: str | list[Part]
+
+
 class Chat(Drawing, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_tokens: Count | None = None
@@ -144,10 +168,16 @@ class Chat(Drawing, kw_only=True):
     tools: Annotated[list[ChatTool], Meta(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChatChoice | None = None
     parallel_tool_calls: bool | None = None
+    # Variables of the chat template; a template may read the effort too.
+    chat_template_kwargs: Variables | None = None
+    reasoning_effort: Effort | None = None
+    # Known, and without a say in the answer.
+    verbosity: Literal["low", "medium", "high"] | None = None
+    prediction: Prediction | None = None
     # Known, and only so can be honoured.
-    store: Literal[False] | None = None
     modalities: list[Literal["text"]] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    add_generation_prompt: Literal[True] | None = None
+    continue_final_message: Literal[False] | None = None
 
 
 class ResponsePart(Strict):
@@ -183,7 +213,7 @@ class ResponseFormat(Strict):
 
 class ResponseText(Strict):
     format: ResponseFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ResponseTool(Tool):
@@ -192,6 +222,14 @@ class ResponseTool(Tool):
 
 class ResponseChoice(Named):
     type: Literal["function"] = "function"
+
+
+class Reasoning(Strict):
+    """The chat template may read the effort; there is no summary, as thoughts are part of the answer here."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class Response(Answer, kw_only=True):
@@ -204,13 +242,17 @@ class Response(Answer, kw_only=True):
     tools: Annotated[list[ResponseTool], Meta(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseChoice | None = None
     parallel_tool_calls: bool | None = None
-    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
-    store: Literal[False] | None = None
+    reasoning: Reasoning | None = None
+    # Of tools that a server runs itself, and of thoughts that it hides: there are none.
+    max_tool_calls: Annotated[int, Meta(ge=1)] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    # Known, and only so can be honoured.
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    top_logprobs: Literal[0] | None = None
     previous_response_id: None = None
-    include: Annotated[list[str], Meta(max_length=0)] | None = None
+    conversation: None = None
+    prompt: None = None
 
 
 class Embedding(Model):
@@ -231,7 +273,8 @@ class Translation(Model):
 
 
 class Classification(Model):
-    """POST /v1/classify: labels and their probabilities, the most probable first."""
+    """POST /v1/classify: labels and their probabilities, the most probable first. A model that reads pictures takes
+    data:image/png;base64,... or data:image/jpeg;base64,..."""
 
     input: Texts
     top: Annotated[int, Meta(ge=1)] | None = None
@@ -266,6 +309,7 @@ class Tokenize(Model):
     messages: list[Message] | None = None
     add_special_tokens: bool = True
     literal: bool = False
+    chat_template_kwargs: Variables | None = None
 
 
 class Detokenize(Model):

@@ -33,6 +33,7 @@ from regard.text import needed
 
 CELLS = 4 << 20  # numbers of maps in one answer
 PIECE = 1 << 16  # characters that are tokenised, and numbers that are written as JSON, at a time
+URLS = ("data:image/png;base64", "data:image/jpeg;base64")
 LARGE = "these maps are too large for one answer; name layers, heads or rows"
 R = TypeVar("R")
 Pieces = Generator[None, None, R]
@@ -114,7 +115,7 @@ def _vectors(
     host: Host, embedder: Embedder, rows: Sequence[Tensor], body: shapes.Embedding
 ) -> Pieces[list[Raw]]:
     found, coded = list[Raw](), body.encoding_format == "base64"
-    for group in grouped(rows, host.places):
+    for group in grouped(rows, [len(row) for row in rows], host.places):
         vectors = embedded(embedder.model, group, embedder.normalize, embedder.pooling)
         if body.dimensions not in (None, vectors.shape[1]):
             why = (
@@ -144,7 +145,7 @@ async def translations(app: Models, x: Exchange, body: shapes.Translation) -> No
     def prepare() -> Ask:
         most = body.max_tokens or default_length(model, prompts or [[]])
         more = {"max_new_tokens": most, "length_penalty": body.length_penalty, "temperature": 0.0}
-        return Ask(app, x, host, body, prompts, **more)
+        return Ask(app, x, host, body, prompts, "input", **more)
 
     ask = await app.worker(prepare)
     about, found = ask.head("list", "trans-"), iter(await ask.results())
@@ -177,17 +178,22 @@ def _aligned(
 async def classify(app: Models, x: Exchange, body: shapes.Classification) -> None:
     host = serving(app, body.model, "classify")
     classifier = await app.worker(lambda: Classifier(host.opened, name=host.name), "input")
+    given, patches = [body.input] if isinstance(body.input, str) else body.input, None
     if classifier.pictures is not None:
-        raise Refusal(400, f"{host.name} reads pictures, which this server does not take", "input")
-    texts = [body.input] if isinstance(body.input, str) else body.input
-    check_texts(app, host, texts)
-    rows = await in_turn(app, texts, lambda some, start: classifier.read(some, start, "input"))
-    sizes = [0 if row is None else len(row) for row in rows]
+        patches = classifier.pictures.wanted
+        rows: Any = await in_turn(
+            app, given, lambda some, start: _pictures(classifier, some, start)
+        )
+    else:
+        check_texts(app, host, given)
+        rows = await in_turn(app, given, lambda some, start: classifier.read(some, start, "input"))
+    whole = [row for row in rows if row is not None]
+    sizes = [len(row) if patches is None else patches.extra + patches.count for row in whole]
     check_whole(app, sizes)
 
     def run() -> Pieces[list[Raw]]:
         rankings = list[Raw]()
-        for group in grouped([row for row in rows if row is not None], host.places):
+        for group in grouped(whole, sizes, host.places):
             for ranking in classifier(group):
                 labels = [{"label": n, "score": p} for n, p in ranking[: body.top]]
                 rankings.append(Raw(json.encode(labels)))
@@ -195,9 +201,24 @@ async def classify(app: Models, x: Exchange, body: shapes.Classification) -> Non
         return rankings
 
     found = iter(await host.work(run(), sum(sizes)))
-    each = [next(found) if size else [] for size in sizes]
+    each = [[] if row is None else next(found) for row in rows]
     data = [{"index": i, "labels": labels} for i, labels in enumerate(each)]
     await x.json({"object": "list", "model": host.name, "data": data})
+
+
+def _pictures(classifier: Classifier, urls: Sequence[str], start: int) -> list[Tensor]:
+    """What data: URLs hold; `start` of them came before."""
+    assert classifier.pictures is not None
+    found = list[Tensor]()
+    for i, url in enumerate(urls, start):
+        kind, _, coded = url.partition(",")
+        try:
+            if kind not in URLS:
+                raise ValueError(f"a picture begins with {URLS[0]}, or {URLS[1]},")
+            found.append(classifier.pictures.file(base64.b64decode(coded, validate=True)))
+        except ValueError as error:
+            raise Refusal(400, f"input[{i}]: {error}", f"input[{i}]") from None
+    return found
 
 
 async def fill_masks(app: Models, x: Exchange, body: shapes.Fill) -> None:

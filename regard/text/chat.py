@@ -24,6 +24,8 @@ MAX_SOURCE = 1_000_000  # characters of a template
 MAX_LENGTH = 4_000_000  # characters of a prompt
 MAX_SECONDS = 5.0
 KEYS = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
+# Variables of a template that nobody else may set.
+RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
 # Who may speak in training data; and what ShareGPT calls them.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant"}
@@ -54,12 +56,14 @@ def encode_chat(
     messages: Sequence[Message],
     *,
     tools: Sequence[Any] | None = None,
+    variables: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> list[int]:
     """The ids of the prompt that `render_chat` makes. A special token is one where the template says it; where a
-    message or a tool spells it, it stays text, so that no message can pose as another's turn."""
-    chat = _Shielded(tokenizer, check_messages(messages), tools)
-    return chat.located(render_chat(tokenizer, chat.messages, tools=chat.tools, **options))[0]
+    message, a tool or a variable spells it, it stays text, so that no message can pose as another's turn."""
+    chat = _Shielded(tokenizer, check_messages(messages), tools, variables)
+    given: Any = {"tools": chat.tools, "variables": chat.variables, **options}
+    return chat.located(render_chat(tokenizer, chat.messages, **given))[0]
 
 
 def learned_chat(
@@ -119,14 +123,16 @@ def strange_marks(tokenizer: Tokenizer) -> list[str]:
 
 
 class _Shielded:
-    """Messages and tools in which a private character stands for every special token that they spell."""
+    """Messages, tools and variables in which a private character stands for every special token that they spell."""
 
-    def __init__(self, tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Any = None):
+    def __init__(
+        self, tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Any = None, variables: Any = None
+    ):  # fmt: skip
         self.tokenizer = tokenizer
         added = tokenizer.core.get_added_tokens_decoder()
         self.ids = {token.content: (i, token) for i, token in added.items() if token.special}
         self.special = _any_of(token.content for token in added.values())
-        texts = texts_of([messages, tools])
+        texts = texts_of([messages, tools, variables])
         spelt = sorted({s for s in self.ids for text in texts if s in text}, key=len)
         self.marks = {chr(MARKS + i): text for i, text in enumerate(spelt)}
         for mark in (*self.marks, OPEN, CLOSE):
@@ -141,7 +147,7 @@ class _Shielded:
                 text = text.replace(special, mark)
             return text
 
-        self.messages, self.tools = _each([messages, tools], hide)
+        self.messages, self.tools, self.variables = _each([messages, tools, variables], hide)
 
     def shown(self, text: str) -> str:
         for mark, special in self.marks.items():
@@ -222,12 +228,14 @@ def render_chat(
     tools: Sequence[Any] | None = None,
     reply: bool = True,
     marked: bool = False,
+    variables: Mapping[str, Any] | None = None,
     max_length: int = MAX_LENGTH,
     max_seconds: float = MAX_SECONDS,
 ) -> str:
     """The prompt for a list of {"role": ..., "content": ...} as text; `encode_chat` gives its ids.
-    `template` is the name of one that the folder carries; `tools` are shown to it; `reply` opens the assistant's turn;
-    `marked`: what the template wrote to be learned stands between OPEN and CLOSE of regard.text.template."""
+    `template` is the name of one that the folder carries; `tools` are shown to it, `variables` too; `reply` opens the
+    assistant's turn; `marked`: what the template wrote to be learned stands between OPEN and CLOSE of
+    regard.text.template."""
     if importlib.util.find_spec("jinja2") is None:
         raise UsageError("chat templates need jinja2; install it: pip install jinja2")
     known = tokenizer.templates
@@ -243,13 +251,14 @@ def render_chat(
         raise UsageError(
             f"the chat template has {len(known[template]):,} characters, at most {MAX_SOURCE:,} are read"
         )
+    check_variables(tokenizer, variables or {})
     given = {"tools": tools or None, "documents": None, "add_generation_prompt": reply}
     request = {"source": known[template], "max_length": max_length, "marked": marked}
     chat = check_messages(messages)
     # Some templates want the arguments of a call as data, some as text.
     for form in (chat, [_worded(m) for m in chat]):
-        variables = {**given, **tokenizer.tokens, "messages": form}
-        answer = TEMPLATES.ask({**request, "variables": variables}, max_seconds)
+        told = {**given, **tokenizer.tokens, **(variables or {}), "messages": form}
+        answer = TEMPLATES.ask({**request, "variables": told}, max_seconds)
         if "text" in answer:
             return answer["text"]
         if "error" not in answer or not any("tool_calls" in m for m in chat):
@@ -261,6 +270,13 @@ def render_chat(
         "error": f"refuses these messages or fails: {answer.get('error')}",
     }
     raise UsageError(f"the model folder's chat template {why[next(iter(answer))]}")
+
+
+def check_variables(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
+    if taken := sorted({*RESERVED, *tokenizer.tokens} & variables.keys()):
+        raise UsageError(
+            f"a variable of the chat template cannot be called {taken[0]}; leave it out"
+        )
 
 
 def listed(messages: Any) -> Sequence[Any]:

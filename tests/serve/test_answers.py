@@ -11,6 +11,7 @@ import regard
 from regard.decode.generate import tokenizer_of
 from regard.fast.invariant import invariant
 from regard.files import DEMO
+from regard.serve.answers import thoughts
 from tests.serve.running import Client
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "What is 12 + 30?"}]}
@@ -219,8 +220,22 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("chat", {"stop": ["a"] * 17}, "stop"),
     ("chat", {"logit_bias": {"x": 1}}, "logit_bias"),
     ("chat", {"seed": 2**70}, "seed"),
-    ("chat", {"store": True}, "store"),
     ("chat", {"priority": 1}, "priority"),
+    ("chat", {"modalities": ["audio"]}, "modalities"),
+    ("chat", {"web_search_options": {}}, "web_search_options"),
+    ("chat", {"reasoning_effort": "much"}, "reasoning_effort"),
+    ("chat", {"metadata": {"a": 1}}, "metadata"),
+    ("chat", {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ("chat", {"chat_template_kwargs": {"eos_token": "x"}}, "chat_template_kwargs"),
+    ("chat", {"continue_final_message": True}, "continue_final_message"),
+    ("chat", {"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ("chat", {"stop_token_ids": [10**6]}, "stop_token_ids"),
+    ("chat", {"logit_bias": {"1000000": 1}}, "logit_bias"),
+    ("chat", {"max_tokens": 9000}, "messages"),
+    ("text", {"max_tokens": 9000}, "prompt"),
+    ("text", {"prompt": [10**6]}, "prompt"),
+    ("text", {"beams": 2, "top_p": 0.5}, "top_p"),
+    ("text", {"skip_special_tokens": False}, "skip_special_tokens"),
     ("chat", {"stream_options": {"include_usage": True}}, "stream_options"),
     ("chat", {"response_format": {"type": "json_schema"}}, "response_format"),
     ("chat", {"tool_choice": "required"}, "tool_choice"),
@@ -248,6 +263,138 @@ def test_what_is_wrong_is_named(
         "code",
     }
     assert error["param"].startswith(param), error
+
+
+# Fields of OpenAI's and vLLM's clients that have no say in an answer.
+FREE: dict[str, Any] = {
+    "metadata": {"a": "b"}, "store": True, "service_tier": "flex", "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h", "safety_identifier": "s", "user": "ann",
+}  # fmt: skip
+FREE_DRAWN: dict[str, Any] = {
+    **FREE, "cache_salt": "x", "skip_special_tokens": True, "include_stop_str_in_output": False, "top_k": -1,
+    "min_tokens": 0, "ignore_eos": False, "stop_token_ids": [],
+}  # fmt: skip
+FREE_OF: dict[str, dict[str, Any]] = {
+    "/v1/completions": FREE_DRAWN,
+    "/v1/chat/completions": {
+        **FREE_DRAWN, "reasoning_effort": "low", "verbosity": "high", "modalities": ["text"],
+        "prediction": {"type": "content", "content": "42"}, "chat_template_kwargs": {"enable_thinking": False},
+        "add_generation_prompt": True, "continue_final_message": False, "parallel_tool_calls": True,
+    },
+    "/v1/responses": {
+        **FREE, "reasoning": {"effort": "high", "summary": "auto"}, "text": {"verbosity": "low"},
+        "max_tool_calls": 3, "include": ["reasoning.encrypted_content"], "background": False,
+        "truncation": "disabled", "top_logprobs": 0, "parallel_tool_calls": False,
+    },
+    "/v1/embeddings": {"user": "ann", "encoding_format": "float"},
+}  # fmt: skip
+ASKED = {
+    "/v1/completions": {**TEXT, "temperature": 0, "max_tokens": 9},
+    "/v1/chat/completions": {**CHAT, "temperature": 0, "max_tokens": 9},
+    "/v1/responses": {
+        "model": "demo",
+        "input": "12 + 30",
+        "temperature": 0,
+        "max_output_tokens": 9,
+    },
+    "/v1/embeddings": {"model": "demo", "input": "12 + 30"},
+}
+
+
+@pytest.mark.parametrize("path", FREE_OF)
+def test_fields_without_a_say_are_taken(demo: Client, path: str) -> None:
+    """One by one and together: the answer is the same as without."""
+
+    def said(more: dict[str, Any]) -> Any:
+        answer = demo.post(path, {**ASKED[path], **more})
+        output = [item.get("content") for item in answer.get("output", ())]
+        return answer.get("choices"), answer.get("data"), output
+
+    expected, fields = said({}), FREE_OF[path]
+    for more in (*({name: value} for name, value in fields.items()), fields):
+        assert said(more) == expected, more
+
+
+def test_responses_tell_what_they_were_given(demo: Client) -> None:
+    path = "/v1/responses"
+    answer = demo.post(path, {**ASKED[path], **FREE_OF[path]})
+    for name in ("metadata", "prompt_cache_key", "safety_identifier", "user", "max_tool_calls"):
+        assert answer[name] == FREE_OF[path][name]
+    # Nothing is stored, and there is one tier.
+    assert answer["store"] is False and answer["service_tier"] == "default"
+    assert answer["reasoning"]["effort"] == "high" and answer["text"]["verbosity"] == "low"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_where_an_answer_ends(demo: Client, path: str) -> None:
+    """min_tokens, ignore_eos and stop_token_ids, as vLLM has them."""
+
+    def ask(**more: Any) -> tuple[Any, int]:
+        answer = demo.post(path, {**ASKED[path], "max_tokens": 40, **more})
+        return answer["choices"][0], answer["usage"]["completion_tokens"]
+
+    plain, used = ask()
+    assert plain["finish_reason"] == "stop" and used < 30
+    for more in ({"min_tokens": 30}, {"ignore_eos": True, "max_tokens": 30}):
+        choice, count = ask(**more)
+        assert count >= 30, more
+    assert ask(ignore_eos=True)[0]["finish_reason"] == "length"
+    text = plain["text"] if "text" in plain else plain["message"]["content"]
+    ids = demo.post("/tokenize", {"model": "demo", "prompt": text, "add_special_tokens": False})
+    third = ids["tokens"][3]
+    cut, count = ask(stop_token_ids=[third])
+    assert cut["finish_reason"] == "stop" and count == ids["tokens"].index(third)
+    assert ask(stop_token_ids=[third], min_tokens=used + 1)[1] > used
+    assert ask(stop_token_ids=[third], ignore_eos=True)[1] == count
+
+
+def test_a_template_reads_its_variables(plain: Client) -> None:
+    """Special tokens that they spell stay text, as those of messages do."""
+    tokenizer = plain.app.hosts["demo"].tokenizer
+    assert tokenizer is not None
+    real = tokenizer.templates["default"]
+    tokenizer.templates["default"] = "{{ note }}{{ reasoning_effort }}" + real
+    try:
+
+        def ids(**more: Any) -> list[int]:
+            body = {"model": "demo", "messages": CHAT["messages"], **more}
+            return plain.post("/tokenize", body)["tokens"]
+
+        for text in ("Sort", "a<|end|>b"):
+            found = ids(chat_template_kwargs={"note": text})
+            literal = tokenizer.encode(text, special=False, literal=True)
+            assert found == literal + ids()
+        ask = {**CHAT, "max_tokens": 2}
+        used = [
+            plain.post("/v1/chat/completions", {**ask, **more})["usage"]["prompt_tokens"]
+            for more in ({}, {"chat_template_kwargs": {"note": "xyz"}}, {"reasoning_effort": "low"})
+        ]
+        assert used[0] < min(used[1:])
+    finally:
+        tokenizer.templates["default"] = real
+
+
+def test_tokens_that_were_cached_and_thought(demo: Client) -> None:
+    prompt = "A prompt of several pages, whose words nobody else has asked about: " * 2
+
+    def used(**more: Any) -> Any:
+        body = {"model": "demo", "prompt": prompt, "max_tokens": 2, **more}
+        return demo.post("/v1/completions", body)["usage"]
+
+    first, second = used(), used()
+    page = demo.app.hosts["demo"].engine.pool.page  # type: ignore[union-attr]
+    whole = (first["prompt_tokens"] - 1) // page * page
+    assert [u["prompt_tokens_details"]["cached_tokens"] for u in (first, second)] == [0, whole]
+    # Somebody else's are not found, nor those of another salt.
+    assert used(user="bob")["prompt_tokens_details"]["cached_tokens"] == 0
+    assert used(cache_salt="1")["prompt_tokens_details"]["cached_tokens"] == 0
+    body = {"model": "demo", "prompt": prompt, "stream_options": {"include_usage": True}}
+    stream = demo.events("/v1/completions", {**body, "max_tokens": 2})
+    assert stream[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == whole
+    host, encode = demo.app.hosts["demo"], demo.app.hosts["demo"].tokenizer.encode  # type: ignore[union-attr]
+    for text, rest in (("<think>one two</think>", "three"), ("one</think>", ""), ("", "one two")):
+        thought = encode(text, special=False)
+        assert thoughts(host, thought + encode(rest, special=False)) == len(thought)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_a_full_queue_says_when_to_come_back() -> None:
 
 def test_an_answer_that_is_late_is_told() -> None:
     with running({"demo": "demo"}, limits=Limits(deadline=0.01)) as client:
-        assert client.post("/v1/completions", LONG, 408)["error"]["type"] == "timeout_error"
+        assert client.post("/v1/completions", LONG, 400)["error"]["code"] == "deadline_exceeded"
 
 
 def test_a_reader_that_stalls_is_dropped() -> None:

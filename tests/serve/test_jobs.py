@@ -155,8 +155,8 @@ def test_a_job_ends_when_its_client_leaves(client: Client, monkeypatch: pytest.M
 def test_a_job_that_is_late_is_told(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = slowed(client.app.hosts["words"], monkeypatch)
     monkeypatch.setattr(client.app, "limits", Limits(deadline=0.05))
-    error = client.post("/v1/embeddings", LARGE, 408)["error"]
-    assert error["type"] == "timeout_error" and sum(rows) < len(LARGE["input"])
+    error = client.post("/v1/embeddings", LARGE, 400)["error"]
+    assert error["code"] == "deadline_exceeded" and sum(rows) < len(LARGE["input"])
 
 
 def test_what_waits_is_bounded_in_tokens(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

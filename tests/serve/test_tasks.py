@@ -1,6 +1,7 @@
 """Encoders, encoder-decoders, several models, keys, and looks inside."""
 
 import base64
+import io
 import json
 import threading
 from collections import deque
@@ -23,6 +24,9 @@ from tests.serve.running import Client, running
 from tests.test_cli import SMALL, folder, put
 from tests.text import tiny
 
+# A model that reads pictures of 16 x 16 pixels.
+SIGHT: dict[str, Any] = dict(size=16, patch=8, labels=3, dropout=0.0, **SMALL)
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -37,6 +41,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "words": put(words.save(home / "words"), tiny.bert()),
         "labels": put(labels.save(home / "labels"), tiny.bert()),
         "t5": folder("t5"),
+        "gpt2": folder("gpt2"),
+        "bare": folder("bare"),
+        "captioner": folder("captioner"),
+        "sight": regard.build("vit-base", **SIGHT).save(home / "sight"),
     }
 
 
@@ -47,6 +55,77 @@ def client(folders: dict[str, Path]) -> Iterator[Client]:
 
 
 TEXTS = ["the dog", "a little dog in the park"]
+# What a model is asked for, where it serves that.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "completions": ("/v1/completions", {"prompt": [7, 8], "max_tokens": 2}),
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the dog"}], "max_tokens": 2}),
+    "responses": ("/v1/responses", {"input": "the dog", "max_output_tokens": 2}),
+    "translations": ("/v1/translations", {"input": "the dog", "max_tokens": 2}),
+    "classify": ("/v1/classify", {"input": "the dog"}),
+    "fill": ("/v1/fill", {"input": "the [MASK]"}),
+    "embeddings": ("/v1/embeddings", {"input": "the dog"}),
+    "look": ("/v1/look", {"input": "the dog"}),
+}  # fmt: skip
+
+
+def picture(form: str = "png", size: int = 16) -> str:
+    """A data: URL."""
+    image, out = pytest.importorskip("PIL.Image"), io.BytesIO()
+    pixels = np.arange(size * size * 3, dtype=np.uint8).reshape(size, size, 3)
+    image.fromarray(pixels).save(out, form)
+    return f"data:image/{form};base64,{base64.b64encode(out.getvalue()).decode()}"
+
+
+def test_a_model_serves_what_it_says_and_refuses_the_rest(client: Client) -> None:
+    """Every model, asked for everything: an answer, or a 400 that names `model` (a chat without a template,
+    `messages`)."""
+    for about in client.get("/v1/models")["data"]:
+        for kind, (path, body) in KINDS.items():
+            body = {"model": about["id"], **body}
+            if about["id"] == "sight" and kind == "classify":
+                body["input"] = picture()
+            if about["id"] == "t5" and kind == "look":
+                body["source"] = "the dog"
+            status, _, content = client.request("POST", path, body)
+            assert (status == 200) == (kind in about["serves"]), (about, kind, content)
+            if status != 200:
+                error = json.loads(content)["error"]
+                template = error["code"] == "no_chat_template"
+                field = {"chat": "messages", "responses": "input"}[kind] if template else "model"
+                assert (status, error["param"]) == (400, field), (about, kind, content)
+
+
+def test_models_tell_their_context(client: Client) -> None:
+    told = {m["id"]: m["context"] for m in client.get("/v1/models")["data"]}
+    assert told == {"words": 24, "labels": 24, "gpt2": 96, "bare": 40, "t5": None} | {
+        name: told[name] for name in ("captioner", "sight")
+    }
+    assert told["sight"] is None
+
+
+@pytest.mark.parametrize("form", ["png", "jpeg"])
+def test_pictures_are_classified(
+    client: Client, folders: dict[str, Path], form: str, tmp_path: Path
+) -> None:
+    url, file = picture(form), tmp_path / f"picture.{form}"
+    file.write_bytes(base64.b64decode(url.partition(",")[2]))
+    ((*expected,),) = regard.classify(folders["sight"], [file])
+    answer = client.post("/v1/classify", {"model": "sight", "input": [url, url]})
+    for row in answer["data"]:
+        assert [x["label"] for x in row["labels"]] == [name for name, _ in expected]
+        np.testing.assert_allclose(
+            [x["score"] for x in row["labels"]], [p for _, p in expected], rtol=1e-4
+        )
+
+
+def test_pictures_that_are_none(client: Client) -> None:
+    good = picture()
+    for url in (
+        "the dog", "data:image/gif;base64,R0lGOD", good[:-40] + "!", "data:image/png;base64,aGVsbG8=",
+        "http://127.0.0.1/a.png", "/etc/passwd", picture(size=5000),
+    ):  # fmt: skip
+        error = client.post("/v1/classify", {"model": "sight", "input": [good, url]}, 400)["error"]
+        assert error["param"] == "input[1]", error
 
 
 def test_each_model_says_what_it_serves(client: Client) -> None:
@@ -60,7 +139,7 @@ def test_each_model_says_what_it_serves(client: Client) -> None:
 
 
 def test_vectors_labels_and_words(client: Client, folders: dict[str, Path]) -> None:
-    for name in folders:
+    for name in ("words", "labels", "t5"):
         answer = client.post(
             "/v1/embeddings", {"model": name, "input": TEXTS, "encoding_format": "base64"}
         )
