@@ -33,7 +33,12 @@ def model_folder(path: str | Path) -> Path:
     if folder.is_dir():
         return folder
     text = f"{name} is not a folder; give the path of a model folder (with config.json and weights)"
-    if not folder.exists() and re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name):
+    if folder.parts[:1] == ("runs",) and not folder.exists():
+        run = folder.parts[1] if folder.parts[1:] else "NAME"
+        text += (
+            f". A run is made by regard train {run}.toml, of a recipe by regard recipes run {run}"
+        )
+    elif not folder.exists() and re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name):
         here = name.rpartition("/")[2]
         command = f"hf download {name} --local-dir {here}"
         text += f". If it is a model on the Hugging Face Hub: {command}   and then give {here}"

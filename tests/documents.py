@@ -10,7 +10,7 @@ What is done differs from what is printed by these rules alone:
 - Blocks are done in their order; a command in a sentence or a table, and an example of a help, stands for itself: what
   it leaves behind is gone afterwards.
 - A training makes two steps, or three where the command says how many; the measuring for a plan is short; an experiment
-  is `--quick`; the dates of the recipe are few.
+  is `--quick`; the data of recipes is little.
 - A command that does the same on every page (`SAME`) is done once for all of them.
 - A server gets a free port, is asked whether it is well, and ends; a chat is one line from stdin.
 - Where lm-eval is not installed, its command has to say so.
@@ -29,6 +29,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -294,7 +295,8 @@ class Session:
         self.names: dict[str, Any] = {"regard": regard}
         monkeypatch.chdir(home)
         monkeypatch.setenv("COLUMNS", "200")
-        monkeypatch.setitem(recipes.MAKERS, "dates", few_dates)
+        few = {"dates": few_dates, "sums": partial(recipes.corpora.make_sums, count=40)}
+        monkeypatch.setattr(recipes, "MAKERS", {**recipes.MAKERS, **few})
         monkeypatch.setattr("regard.train.plan.PROBED", 0.01)
         monkeypatch.setattr("regard.serve.app.listen", lambda *_: listen("127.0.0.1", 0))
         monkeypatch.setattr("regard.serve.app.serve", asked_once)

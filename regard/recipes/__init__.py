@@ -6,6 +6,7 @@ cores, and # first: the recipe whose run it goes on from, if there is one.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,9 +60,20 @@ def recipe(name: str) -> Recipe:
     return Recipe(name, text, **{key: facts[key] for key in known if key in facts})
 
 
-def copy(name: str, to: Path) -> tuple[Path, Path, str]:
-    """Write the config `to`.toml and make its data in the folder `to`-data; both, and what the data is. What is there
-    is never overwritten."""
+def stages(name: str, to: Path) -> list[tuple[str, Path]]:
+    """The recipes that `name` goes on from and itself, in their order, each with the place of its copy. Copies
+    that come first are named after the last one, unless that has the recipe's own name."""
+    found = [(name, to)]
+    while first := recipe(found[0][0]).first:
+        own = to.name == name
+        found.insert(0, (first, to.with_name(first if own else f"{to.name}-{first}")))
+    return found
+
+
+def copy(name: str, to: Path, start: Path | None = None) -> tuple[Path, Path, str]:
+    """Write the config `to`.toml and make its data in the folder `to`-data; both, and what the data is. A recipe that
+    goes on from a run names the folder `start`, or the run of the recipe that comes first. What is there is never
+    overwritten."""
     source = recipe(name)
     config, data = to.with_name(f"{to.name}.toml"), to.with_name(f"{to.name}-data")
     for path in (config, data):
@@ -72,5 +84,10 @@ def copy(name: str, to: Path) -> tuple[Path, Path, str]:
     shutil.rmtree(begun, ignore_errors=True)
     about = MAKERS[source.data](begun)
     begun.rename(data)
-    config.write_text(source.text.replace(f'"{source.folder}/', f'"{data.name}/'), encoding="utf-8")
+    text = source.text.replace(f'"{source.folder}/', f'"{data.name}/')
+    if source.first:
+        # A config names folders from where it lies; runs are written to where one is.
+        run = os.path.relpath(start or Path("runs", stages(name, to)[-2][1].name), to.parent)
+        text = text.replace(f'"runs/{source.first}"', f'"{run}"')
+    config.write_text(text, encoding="utf-8")
     return config, data, about

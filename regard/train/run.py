@@ -48,7 +48,7 @@ WRITTEN = ("checkpoints", "data", "metrics.jsonl", "samples.jsonl", "run.json", 
 # What a run goes on with, of run.json and of its options, with their types.
 OPTIONS = {"keep": int, "device": str, "log_to": list}
 INFO: dict[str, Any] = {"config": dict, "options": dict, "resumed": list, "command": list}
-INFO |= {"began": str, "wandb": str, "seconds": (int, float)}
+INFO |= {"began": str, "wandb": str, "status": str, "seconds": (int, float)}
 # Where files lie, which may change.
 PLACES = {"model.folder", "tokenizer.folder"}
 PLACES |= {f"data.{name}" for name in ("train", "target", "valid", "valid_target")}
@@ -313,6 +313,11 @@ def begun(folder: Path) -> bool:
     """Whether a run is there that came to its first step."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     return any(not name.startswith(".") for name in names - BEFORE)
+
+
+def finished(folder: Path) -> bool:
+    """Whether a run is there that came to its end."""
+    return read_run(folder).get("status") in ("done", "patience")
 
 
 def _clear(folder: Path, full: bool) -> None:
