@@ -75,11 +75,12 @@ class FinetuneOptions:
     regard finetune MODEL --data chats.jsonl --method lora       what the assistant says in "messages"
     regard finetune MODEL --data stories.txt                     plain text, all weights
     regard finetune MODEL --data reviews.csv --train.epochs 2    columns text and label; any setting can be changed
+    regard finetune MODEL --data alpaca.json --train.steps 500   columns instruction, input and output
     """
 
     # a model folder
     model: Annotated[Positional[str], arg(metavar="MODEL")]
-    # a text, JSONL, CSV or TSV file, or a folder of pictures
+    # a text, JSON, JSONL, CSV, TSV or Parquet file, or a folder of pictures
     data: Annotated[str, arg(metavar="FILE")]
     task: Annotated[str | None, arg(metavar="TASK")] = None  # default: what the columns say
     method: Literal["full", "frozen", "lora", "qlora"] = "full"  # qlora: LoRA on 4 bits
@@ -303,6 +304,8 @@ class Plain(Meter):
                 return
             self.last, lr = self.now(), small(format(event["lr"], ".1e"))
             line = f"step {self.step}/{self.steps} loss {event['loss']:.3f} lr {lr}"
+            if "reward_margin" in event:
+                line += f" preferred {event['reward_accuracy']:.0%} by {event['reward_margin']:.3g}"
             line += f" tok/s {self.rate():.0f} eta {self.left()}"
             say(f"{time.strftime('%H:%M:%S')} {line}")
 

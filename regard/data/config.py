@@ -43,7 +43,7 @@ _DOCUMENTS = ("text", "source", "target")
 KINDS: dict[str, Kind] = {
     "lm": Kind(_DOCUMENTS, tokens.fill_documents, ("text",)),
     "mlm": Kind(_DOCUMENTS, partial(tokens.fill_documents, masked=True), ("text",)),
-    "chat": Kind(("messages", "tools"), tokens.fill_chats, ("messages",)),
+    "chat": Kind(("messages", "tools", *tokens.TURNS), tokens.fill_chats, ("messages",)),
     "prefer": Kind(("prompt", *tokens.SIDES), tokens.fill_preferences, ("prompt", *tokens.SIDES)),
     "seq2seq": Kind(("source", "target"), tokens.fill_pairs, ("source", "target")),
     "classify": Kind(("text", "second", "label"), tokens.fill_classified, ("text",)),
@@ -159,6 +159,8 @@ def text_roles(task: str, data: Data) -> tuple[str, ...]:
     """The columns that hold text, of which a tokenizer is learned."""
     if task in PLAIN and (_tuple(data.target) or "target" in data.columns):
         return ("source", "target")
+    if task == "chat" and "response" in data.columns:
+        return tuple(role for role in tokens.TURNS if role in data.columns)
     more = ("second",) if "second" in data.columns and task == "classify" else ()
     return (*KINDS[task].texts, *more)
 

@@ -611,16 +611,26 @@ class TextFeed(Base):
         labels = framed(self.values[place + self.extra], starts, sizes, length, IGNORE)
         return tensors(ids, labels, sizes, whole)
 
+    def labels(self) -> int:
+        """Tokens that a pass learns: without prompts, what others say, and what was cut off."""
+        size = self.size
+        if self.prompts is not None:
+            size = size - np.clip(self.prompts[self.row] - self.inside - self.extra, 0, size)
+        if self.learned is None:
+            return int(size.sum())
+        count, said = 0, self.learned.values
+        # A million tokens at a time.
+        for part in np.array_split(np.arange(len(size)), 1 + (int(size.sum()) >> 20)):
+            count += int((said[ranges(self.start[part] + self.extra, size[part])] != 0).sum())
+        return count
+
     def describe(self) -> str:
         length, batches = self.batching.length or 1, f"; {self.epoch:,} batches a pass"
         if self.flat:
             how = "cut into rows" if self.pack == "stream" else "read in rows from anywhere, each"
             return f"{len(self.values):,} tokens {how} of {length:,}{batches}"
-        text = f"{int(self.size.sum()):,} labels of {len(self.documents):,} documents"
-        if self.learned is not None:
-            said = sum(int((block != 0).sum()) for block in self.learned.blocks())
-            tokens = int(self.documents.lengths.sum())
-            text = f"{len(self.documents):,} chats, {said:,} of {tokens:,} tokens learned"
+        text = f"{len(self.documents):,} {'documents' if self.learned is None else 'chats'}, "
+        text += f"{self.labels():,} of {int(self.documents.lengths.sum()):,} tokens learned"
         if isinstance(self.order, Packs):
             rows = self.order.n
             empty = 1 - self.size.sum() / (rows * length)

@@ -20,7 +20,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field
-from itertools import groupby, zip_longest
+from itertools import groupby, islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -38,10 +38,10 @@ Record = dict[str, Any]
 UNITS = ("file", "line", "paragraph")
 ROLES = (
     *("text", "second", "source", "target", "label", "words", "tags", "start", "end", "image"),
-    *("messages", "tools", "prompt", "chosen", "rejected"),
+    *("messages", "tools", "prompt", "chosen", "rejected", "system", "input", "response"),
 )
 # Roles that a record may lack; and a column that is taken where there is none of a role's name.
-OPTIONAL, INSTEAD = ("tools", "prompt"), {"messages": "conversations"}
+OPTIONAL, INSTEAD = ("tools", "prompt", "system", "input"), {"messages": "conversations"}
 SPAN = {"question", "context", "answers"}  # of a row of SQuAD
 SUFFIXES = (".png", ".jpg", ".jpeg")
 # Number types of idx files.
@@ -246,30 +246,34 @@ def _parallel(source: Source, roles: Sequence[str]) -> Iterator[Record]:
 # --- tables -------------------------------------------------------------------------------------------------------
 
 
+Lines = Iterator[tuple[int, list[str]]]
+
+
 def _tsv(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
-    rows = ((n, line.split("\t")) for n, line in enumerate(lines(path), 1))
-    return _table(rows, path, source, roles)
+    return _table(_tsv_lines(path), path, source, roles)
 
 
 def _csv(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
+    return _table(_csv_lines(path), path, source, roles)
+
+
+def _tsv_lines(path: Path) -> Lines:
+    return ((n, line.split("\t")) for n, line in enumerate(lines(path), 1))
+
+
+def _csv_lines(path: Path) -> Lines:
     # A document may be longer than the 128 KB that csv takes at first.
     csv.field_size_limit(1 << 30)
     reader = csv.reader((f"{line}\n" for line in lines(path)), strict=True)
-
-    def rows() -> Iterator[tuple[int, list[str]]]:
-        try:
-            for row in reader:
-                if row:
-                    yield reader.line_num, row
-        except csv.Error as error:
-            raise DataError(f"line {reader.line_num} of {path} is no CSV: {error}") from None
-
-    return _table(rows(), path, source, roles)
+    try:
+        for row in reader:
+            if row:
+                yield reader.line_num, row
+    except csv.Error as error:
+        raise DataError(f"line {reader.line_num} of {path} is no CSV: {error}") from None
 
 
-def _table(
-    rows: Iterator[tuple[int, list[str]]], path: Path, source: Source, roles: Sequence[str]
-) -> Iterator[Record]:
+def _table(rows: Lines, path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
     first = next(rows, None)
     if first is None:
         return
@@ -363,10 +367,8 @@ def wording(value: Any) -> str:
 def _squad(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
     """Questions on a text: `text` is the question, `second` the text, `start` and `end` the answer's characters. A file
     that is a list has its examples in it."""
-    with opened(path) as stream:
-        text = decoded(stream.read(), path)
     try:
-        data = json.loads(text)
+        data = _json(path)
         if isinstance(data, list):
             for i, row in enumerate(data, 1):
                 yield _picked(dict(row), source, roles, f"example {i} of {path}")
@@ -376,11 +378,19 @@ def _squad(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]
                 for asked in paragraph["qas"]:
                     row = _span(asked["question"], paragraph["context"], asked["answers"])
                     yield {role: row[role] for role in roles}
+    except UsageError:
+        raise
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise DataError(
             f"{path} is no JSON of the SQuAD form ({type(error).__name__}: {error}); other data: one object a line, "
             "as .jsonl"
         ) from None
+
+
+def _json(path: Path) -> Any:
+    with opened(path) as stream:
+        text = decoded(stream.read(), path)
+    return json.loads(text)
 
 
 # --- what the package `datasets` reads -----------------------------------------------------------------------------
@@ -389,14 +399,17 @@ def _squad(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]
 def _dataset(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
     """Parquet and Arrow files; or a data set by its name on the hub, such as stanfordnlp/sst2:train, which is the only
     thing here that may use the network."""
+    return (_picked(row, source, roles, str(path)) for row in _dataset_rows(path, source))
+
+
+def _dataset_rows(path: Path, source: Source) -> Iterator[Record]:
     kind = format_of(path, source.format)
     load = needed("datasets", f"reading {kind}", "datasets").load_dataset
     name, split, files = kind, "train", {"data_files": str(path)}
     if kind == "hub":
         (name, _, split), files = str(path).partition(":"), {}
     try:
-        for row in load(name, split=split or "train", streaming=True, **files):
-            yield _picked(row, source, roles, str(path))
+        yield from load(name, split=split or "train", streaming=True, **files)
     except UsageError:
         raise
     # Whatever that package and those below it raise: a broken file, an unknown name, no network.
@@ -416,6 +429,40 @@ READERS: dict[str, Callable[[Path, Source, Sequence[str]], Iterator[Record]]] = 
     **dict.fromkeys(("parquet", "arrow", "hub"), _dataset),
 }
 ARRAYS = ("npz", "npy", "idx", "images")
+
+
+def first_rows(source: Source, most: int) -> list[Record] | None:
+    """The first rows of the first file, with all their columns, at most so many; None of plain text and of pictures,
+    which have none. Of SQuAD's form one row stands for all."""
+    path = source.files()[0]
+    kind = format_of(path, source.format)
+    if kind not in READERS or kind == "text" or source.beside:
+        return None
+    rows: list[Any]
+    if kind in ("csv", "tsv"):
+        table = _csv_lines(path) if kind == "csv" else _tsv_lines(path)
+        cells = [row for _, row in islice(table, most + 1)]
+        named = source.header is not False
+        names = [name if named else str(i) for i, name in enumerate(cells[0] if cells else [])]
+        rows = [dict(zip(names, row)) for row in cells[named:]]
+        # A file of one line may be a header alone, or an example: what it means is told by its names.
+        rows = rows or [dict.fromkeys(names)][: len(cells)]
+    elif kind == "squad":
+        try:
+            data = _json(path)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path} is no JSON: {error}") from None
+        rows = data[:most] if isinstance(data, list) else [dict.fromkeys(sorted(SPAN))]
+    else:
+        read = (
+            (row for _, row in json_rows(path)) if kind == "jsonl" else _dataset_rows(path, source)
+        )
+        rows = [*islice(read, most)]
+    if not rows:
+        raise DataError(f"{path} is empty: it holds no examples")
+    if not isinstance(rows[0], dict):
+        raise DataError(f"{path} is no list of JSON objects: it begins with {rows[0]!r:.60}")
+    return rows
 
 
 # --- pictures -----------------------------------------------------------------------------------------------------

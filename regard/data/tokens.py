@@ -24,6 +24,8 @@ from regard.text.tokenizer import Located, Tokenizer, check_unicode
 
 Ids = tuple[int, ...]
 SIDES = ("chosen", "rejected")
+# Columns that are a chat of one turn: what is asked (with what it is about), and what is answered.
+TURNS = ("system", "prompt", "input", "response")
 # Characters that are encoded at once, of many texts, and of one.
 CHUNK, PIECE = 1 << 20, 1 << 18
 # Characters on each side of a cut that are compared; cuts of a kind that are tried.
@@ -239,17 +241,34 @@ def pieces(text: str, coder: Coder) -> Iterator[str]:
 def fill_chats(filling: Filling) -> None:
     """Conversations by the model's chat template; what the assistant said is learned."""
     coder, ends = filling.coder, set[int]()
+    turns = [role for role in TURNS if role in filling.source.columns]
+    if turns and not {"prompt", "response"} <= {*turns}:
+        raise UsageError("columns: a chat has prompt and response, perhaps input and system")
 
     def rows(record: Record) -> list[dict[str, Learned]]:
-        chats = learned_chat(coder.tokenizer, record["messages"], record["tools"])
+        messages = asked_and_answered(record) if turns else record["messages"]
+        chats = learned_chat(coder.tokenizer, messages, record.get("tools"))
         for ids, said in chats:
             last = (i for i, yes in zip(reversed(ids), reversed(said)) if yes)
             ends.update(islice((i for i in last if i in coder.reserved), 1))
         return [{"ids": chat} for chat in chats]
 
-    fill_learned(filling, ("messages", "tools"), rows, ("ids",))
+    fill_learned(filling, turns or ("messages", "tools"), rows, ("ids",))
     # Special tokens that an answer ends with.
     filling.done(ends=sorted(ends))
+
+
+def asked_and_answered(record: Record) -> list[dict[str, str]]:
+    """The messages of a record with the columns TURNS; `input` and `system` may be empty."""
+    texts = {role: record.get(role) or "" for role in TURNS}
+    for role, text in texts.items():
+        if not isinstance(text, str):
+            raise UsageError(f"{role} must be text, it is {text!r:.60}")
+        if role in ("prompt", "response") and not text.strip():
+            raise UsageError(f"{role} is empty; leave the example out")
+    asked = "\n\n".join(filter(None, (texts["prompt"], texts["input"])))
+    spoken = (("system", texts["system"]), ("user", asked), ("assistant", texts["response"]))
+    return [{"role": role, "content": text} for role, text in spoken if text]
 
 
 def fill_preferences(filling: Filling) -> None:

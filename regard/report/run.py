@@ -59,6 +59,8 @@ CURVES = {
     "lr": ("learning rate", "learning rate"),
     "norm": ("length of the gradient", "norm"),
     "rate": ("throughput", "tokens / s"),
+    "reward_accuracy": ("share of pairs whose chosen answer has the larger reward", "share"),
+    "reward_margin": ("reward of the chosen answer beyond that of the rejected one", "reward"),
 }
 # Which can be seen on a logarithmic axis, and are at first where the largest value is so many times the least.
 LOGARITHMIC, WIDE = ("loss", "norm", "perplexity"), 30
@@ -424,7 +426,7 @@ def _header(run: Run, result: Summary) -> Iterator[tuple[str, str]]:
 
 
 def curves(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Figure]:
-    """Loss, learning rate, gradient and throughput, and every metric of evaluations; of several
+    """Loss, learning rate, gradient, throughput and rewards, and every metric of evaluations; of several
     runs laid over each other, under `names`."""
     figures, alone = [], len(runs) == 1
     for name, (title, unit) in CURVES.items():

@@ -36,8 +36,9 @@ from regard.text import CHATML, Tokenizer, needed, special_ids
 from regard.text.chat import strange_marks
 from regard.train.checkpoint import Checkpoints, whole
 from regard.train.config import Config, recipe_of
-from regard.train.loss import sparse_layers
-from regard.train.measure import context_of, measure
+from regard.train.loss import REWARDS, Tally, sparse_layers
+from regard.train.measure import context_of
+from regard.train.measure import measure as measured
 from regard.train.parallel import SingleProcess
 from regard.train.tasks import SENTINELS, TASKS
 from regard.train.trainer import Figures, Measure, Trainer, flat
@@ -84,15 +85,19 @@ def assemble(
     stored = str(next(model.parameters()).dtype)
     model = fast.masters(config.learning(model, device))
     objective: Any = config.objective
-    if config.task == "prefer" and without_dropout(model):
-        texts.append("preferences are learned without dropout: what is compared has none either")
-    if config.task == "prefer" and (config.prefer.reference or not small):
-        objective = partial(objective, reference=reference_of(config, model, coder))
+    tally = Tally() if config.task == "prefer" else None
+    if tally is not None:
+        if without_dropout(model):
+            texts.append("preferences are learned without dropout: what is compared has none")
+        given = config.prefer.reference or not small
+        reference = reference_of(config, model, coder) if given else None
+        objective = partial(objective, reference=reference, tally=tally)
     save = save_adapter if small else lambda m, path: m.save(path)
     load = partial(load_adapter, into=model) if small else load_model
     checkpoints = Checkpoints(folder / "checkpoints", save, keep, partial(written, small=small))
     feed = config.fed(loaded.feed, marks(coder))
-    more: Any = {"measure": measuring(config, objective, feed, loaded.classes, coder), "team": team}
+    measure = measuring(config, objective, feed, loaded.classes, coder, tally)
+    more: Any = {"measure": measure, "team": team, "tally": tally}
     trainer = Trainer(model, feed, objective, config.train, checkpoints, load, **more)
     if stored != str(next(model.parameters()).dtype):
         why = f"the folder's weights are {stored[6:]}; they are trained and saved in float32"
@@ -256,19 +261,24 @@ def written(model: Any, small: bool) -> int:
 
 
 def measuring(
-    config: Config, objective: Objective, feed: Feed, classes: list[str], coder: Coder | None
+    config: Config,
+    objective: Objective,
+    feed: Feed,
+    classes: list[str],
+    coder: Coder | None,
+    tally: Tally | None = None,
 ) -> Measure | None:
-    """The loss, what the best model is best at, and samples, of the held-out part; nothing where
+    """The loss, what the best model is best at, rewards and samples, of the held-out part; nothing where
     none is held out."""
     if next(feed.evaluation(), None) is None:
         return None
-    words = ["perplexity"] if "perplexity" in TASKS[config.task].metrics else []
-    names = ["loss", *words, config.train.metric]
+    always = ("perplexity", *REWARDS)
+    names = ["loss", *(n for n in TASKS[config.task].metrics if n in always), config.train.metric]
     what: Any = (config.task, feed, coder and coder.tokenizer, objective, names)
-    how: Any = {"classes": classes, "precision": config.train.precision}
+    how: Any = {"classes": classes, "precision": config.train.precision, "tally": tally}
 
     def figures(model: Any, between: Callable[[], None]) -> Figures:
-        result = measure(model, *what, **how, between=between)
+        result = measured(model, *what, **how, between=between)
         signed = {"signatures": result.signatures} if result.signatures else {}
         return result.values, {"samples": result.samples, **signed}
 
@@ -304,7 +314,7 @@ def texts_of(config: Config) -> Iterator[str]:
     roles = text_roles(TASKS[config.task][0], config.data)
     for record in records(config.data.source(), roles):
         for value in (record[role] for role in roles):
-            text = wording(value) if isinstance(value, list) else value
+            text = wording(value) if isinstance(value, list | None) else value
             if not isinstance(text, str):
                 raise Fault(f"{' and '.join(roles)} must be text, one is {value!r:.60}", DATA)
             yield text

@@ -224,7 +224,7 @@ def configure(
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
                 raise UsageError(f"--{name}: {part} is a value, not a table")
-        table[last] = _value(text)
+        table[last] = value_of(text)
     train = data.get("train")
     if isinstance(train, dict):
         for old, new in RENAMED.items():
@@ -256,7 +256,7 @@ def _plain(data: Any) -> Any:
     return {key.replace("-", "_"): _plain(value) for key, value in data.items()}
 
 
-def _value(text: Any) -> Any:
+def value_of(text: Any) -> Any:
     """A value as TOML has it; what is none is a text."""
     if not isinstance(text, str):
         return text

@@ -7,7 +7,7 @@ that a trainer takes; at the end those of the sparse indexer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -301,6 +301,7 @@ def prefix(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tenso
 
 
 FORMS = ("dpo", "normalised")
+REWARDS = ("reward_accuracy", "reward_margin", "reward_chosen", "reward_rejected")
 
 
 @settings
@@ -321,11 +322,34 @@ class Prefer:
 DPO = Prefer()
 
 
+class Tally:
+    """What an objective finds out beside its loss: sums over what it counts, until `means` is asked for."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+
+    def add(self, **sums: Tensor) -> None:
+        """Sums of this batch; `count` is what they are divided by."""
+        for name, x in sums.items():
+            self.sums[name] = x.detach() + self.sums.get(name, 0)
+
+    def means(self, total: Callable[[Tensor], Tensor] = lambda x: x) -> dict[str, float]:
+        """The means since the last call, of the `total` over all processes."""
+        sums, self.sums = {name: total(x).item() for name, x in self.sums.items()}, {}
+        count = max(sums.pop("count", 0), 1)
+        return {name: x / count for name, x in sums.items()}
+
+
 def prefer(
-    model: Any, batch: Batch, how: Prefer = DPO, reference: Any = None
+    model: Any,
+    batch: Batch,
+    how: Prefer = DPO,
+    reference: Any = None,
+    tally: Tally | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The loss of `Prefer`, summed over pairs, and how many they are. Without a `reference` it is the model with LoRA
-    switched off; where there is no LoRA, none."""
+    switched off; where there is no LoRA, none. `tally` is told the rewards, beta times r: of the chosen answers, of
+    the rejected ones, how much larger the former are, and in how many pairs they are larger."""
     assert batch.rejected is not None and batch.rejected_labels is not None
     sides = ((batch.ids, batch.labels), (batch.rejected, batch.rejected_labels))
     rewards = []
@@ -341,9 +365,13 @@ def prefer(
             reward = reward - usual
         if how.form == "normalised":
             reward = reward / (labels != IGNORE).sum(1).clamp(min=1)
-        rewards.append(reward)
-    margin = how.beta * (rewards[0] - rewards[1])
-    counted = (batch.labels != IGNORE).any(1)
+        rewards.append(how.beta * reward)
+    chosen, rejected = rewards
+    margin, counted = chosen - rejected, (batch.labels != IGNORE).any(1)
+    if tally is not None:
+        figures = (margin > 0, margin, chosen, rejected)
+        sums = {name: (x * counted).sum() for name, x in zip(REWARDS, figures, strict=True)}
+        tally.add(count=counted.sum(), **sums)
     return -(F.logsigmoid(margin) * counted).sum(), counted.sum()
 
 

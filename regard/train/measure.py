@@ -28,7 +28,7 @@ from regard.fast import train as memory
 from regard.models import Model
 from regard.models.embedding import Tokens, context
 from regard.text import Tokenizer, needed
-from regard.train.loss import label_logits, padding
+from regard.train.loss import REWARDS, Tally, label_logits, padding
 from regard.train.tasks import TASKS
 
 LABELLED, WRITING = ("classify", "image", "tag", "answer"), ("seq2seq", "caption")
@@ -39,8 +39,9 @@ Sample = dict[str, str]
 Span = tuple[int, int]  # first and last token
 # Metrics, and whether more of it is better. f1 is macro_f1, span_f1 or overlap_f1.
 METRICS = {"loss": False, "perplexity": False} | dict.fromkeys(
-    ("bleu", "bleu_lc", "chrf", "exact", "accuracy", "f1", "sts"), True
+    ("bleu", "bleu_lc", "chrf", "exact", "accuracy", "f1", "sts", *REWARDS), True
 )
+METRICS["reward_rejected"] = False
 TEXTUAL = ("bleu", "bleu_lc", "chrf")  # those of sacreBLEU; bleu_lc takes A and a for the same
 
 
@@ -67,13 +68,14 @@ def measure(
     samples: int = 4,
     precision: str = "fp32",
     between: Callable[[], None] = lambda: None,
+    tally: Tally | None = None,
 ) -> Measured:
     """The metrics of a model on `feed.evaluation()`; the model, its mode and the random numbers stay as they are.
 
     `loss` is the objective's; `perplexity` is of the task's own objective, without label smoothing. Texts are decoded
     greedily and compared with the text of the labels, as the tokenizer writes it. (`regard eval` compares with the
     file's own text.) `precision` is that of losses and labels; decoding runs in the weights' own. `between` is called
-    before each batch and each sample: what it raises ends the measuring."""
+    before each batch and each sample: what it raises ends the measuring. `tally`: the objective's, of its rewards."""
     names, where = suited(metrics, task), next(model.parameters()).device
     losses = {"loss": objective, "perplexity": TASKS[task].objective}
     totals = {losses[name]: [0.0, 0.0] for name in names if name in losses}
@@ -108,6 +110,7 @@ def measure(
     for name in [n for n in losses if n in names]:
         whole, n = totals[losses[name]]
         values[name] = whole / n if n else math.nan
+    values |= {} if tally is None else tally.means()
     if "perplexity" in names:
         values["perplexity"] = perplexity(values["perplexity"])
     signatures = {name: text for name, text in signatures.items() if name in names}

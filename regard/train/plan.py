@@ -541,7 +541,7 @@ class Forecast:
         self.step = None if self.short or each > LONG else step_seconds(config, facts, device)
         each = self.step or each
         self.speed = self.flops / each / train.steps
-        self.evaluations = 1 + (train.steps - 1) // train.evaluate if train.evaluate else 1
+        self.evaluations = train.evaluations
         # How much is held out, beside what is trained on.
         self.held = data.held / (1 - data.held)
         if data.valid:

@@ -57,6 +57,7 @@ _LM: dict[str, Any] = {"mask": loss.causal_mask, "recipe": {"task": "lm"}, "pack
 _PREFIX = {**_LM, "mask": loss.prefix_mask, "corruption": lambda marks: DrawPrefix()}
 _MLM: dict[str, Any] = {"mask": loss.document_mask, "corruption": MaskTokens, "packed": True}
 _CHATML: dict[str, Any] = {"task": "lm", "more": ("<|im_start|>", "<|im_end|>")}
+_PREFER: dict[str, Any] = {"metrics": ("loss", *loss.REWARDS), "recipe": _CHATML, "smoothed": False}
 _SPANS = {"task": "seq2seq", "more": SENTINELS}
 _BLEU: dict[str, Any] = {"metrics": ("bleu", "chrf", "loss", "perplexity")}
 _BLEU |= {"other_metrics": ("bleu_lc", "exact"), "recipe": {"task": "seq2seq"}}
@@ -69,7 +70,7 @@ TASKS: dict[str, Task] = {
     # Of conversations, what the assistant says.
     "chat": Task("chat", loss.causal, *_TEXT, **{**_LM, "recipe": _CHATML}),
     # Of two answers, that the better one is likelier.
-    "prefer": Task("prefer", loss.prefer, *_GPT, metrics=("loss",), recipe=_CHATML, smoothed=False),
+    "prefer": Task("prefer", loss.prefer, *_GPT, **_PREFER),
     "prefix": Task("lm", loss.prefix, *_GPT, **_PREFIX),
     "mlm": Task("mlm", loss.masked, *_BERT, **_MLM),
     "spans": Task("mlm", loss.seq2seq, *_PAIR, recipe=_SPANS, corruption=Spans),

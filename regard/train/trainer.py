@@ -23,7 +23,7 @@ from regard.fast import train as fast
 from regard.kernels.c import native
 from regard.moe import update_bias
 from regard.train.checkpoint import Checkpoints
-from regard.train.loss import balanced, mixtures
+from regard.train.loss import Tally, balanced, mixtures
 from regard.train.measure import METRICS, better
 from regard.train.optim import Optim, Optimizer, Schedule, accumulate, average, clip
 from regard.train.parallel import Parallel, SingleProcess
@@ -54,7 +54,8 @@ class Train:
     # blocks are computed again in the backward pass: less memory. true: all, [0, 2]: these
     activation_checkpointing: bool | tuple[Whole, ...] = False
     compile: bool = False  # by torch.compile
-    evaluate: Whole = 0  # steps between evaluations; 0: at the end alone
+    # steps between evaluations; below 1: their share of all steps; 0: at the end alone
+    evaluate: Amount = 0
     save: Whole = 0  # steps between checkpoints; 0: at the end alone
     metric: str = "loss"  # what the best model is best at
     patience: Count | None = None  # evaluations without a better one after which it ends
@@ -75,6 +76,10 @@ class Train:
         check_choice("train.metric", self.metric, METRICS)
         check_choice("train.nan", self.nan, POLICIES)
         check_choice("train.precision", self.precision, fast.PRECISIONS)
+        if self.evaluate > 1 and self.evaluate != int(self.evaluate):
+            raise UsageError(
+                f"train.evaluate = {self.evaluate}; give whole steps, or a share below 1"
+            )
         if self.ema is not None and self.average:
             raise UsageError("train.ema and train.average are both means of weights; leave one out")
         if self.epochs is None:
@@ -85,6 +90,20 @@ class Train:
         if self.epochs is None:
             return self
         return replace(self, steps=max(math.ceil(self.epochs * epoch), 1), epochs=None)
+
+    def evaluated(self, step: int) -> bool:
+        """Whether an evaluation is due after step k = 1, 2, ..."""
+        if not 0 < self.evaluate < 1:
+            return step >= self.steps or bool(self.evaluate and step % self.evaluate == 0)
+        times = round(1 / self.evaluate)
+        return step * times // self.steps > (step - 1) * times // self.steps
+
+    @property
+    def evaluations(self) -> int:
+        """How many there are in all."""
+        if not 0 < self.evaluate < 1:
+            return 1 + int((self.steps - 1) // self.evaluate if self.evaluate else 0)
+        return min(round(1 / self.evaluate), self.steps)
 
     def rate(self, step: int) -> float:
         """The share of the peak learning rate that step k = 1, 2, ... is taken with."""
@@ -121,7 +140,8 @@ class Progress:
 class Trainer:
     """Trains `model` in place. `load(path)` gives back a model that `checkpoints.save` wrote. Each
     of `callbacks` is called with every step, evaluation and checkpoint as a dict, in the first
-    process. `measure` gives the figures of an evaluation; without it that is the loss."""
+    process. `measure` gives the figures of an evaluation; without it that is the loss. `tally` is what
+    the objective tells beside its loss."""
 
     def __init__(
         self,
@@ -135,6 +155,7 @@ class Trainer:
         *,
         measure: Measure | None = None,
         team: SingleProcess | None = None,
+        tally: Tally | None = None,
     ):
         model = fast.masters(model)
         again = config.activation_checkpointing
@@ -145,6 +166,7 @@ class Trainer:
         self.objective = balanced(objective, model, config.balance)
         self.checkpoints, self.load, self.team = checkpoints, load, team or SingleProcess()
         self.measure = measure or self._loss
+        self.tally = tally or Tally()
         self.callbacks = list(callbacks)
         self.device = next(model.parameters()).device
         if self.device.type == "cpu":
@@ -230,7 +252,7 @@ class Trainer:
         c = self.config
         while True:
             step, end = self.at.step, self.at.step >= c.steps
-            due = step and (end or (c.evaluate and step % c.evaluate == 0))
+            due = step and c.evaluated(min(step, c.steps))
             if due and self.at.evaluated != step and not self._evaluate(asked):
                 return "asked"
             if self.at.waited >= (c.patience or math.inf):
@@ -258,7 +280,7 @@ class Trainer:
         parameters = list(self.optimizer.named.values())
         norm = clip(parameters, c.clip, count)
         mean, length, tokens = (loss / count.clamp(min=1)).item(), norm.item(), int(count)
-        whole = math.isfinite(mean) and math.isfinite(length)
+        whole, more = math.isfinite(mean) and math.isfinite(length), self.tally.means(team.total)
         if mixtures(self.model):
             update_bias(self.model, c.bias_speed if whole else 0.0, team.total)
         if not whole:
@@ -270,7 +292,7 @@ class Trainer:
         self.optimizer.zero()
         took = time.perf_counter() - start
         figures = {"loss": mean, "norm": length, "lr": factor * c.optim.lr, "tokens": tokens}
-        self.tell({"kind": "step", "step": step, **figures, "seconds": took})
+        self.tell({"kind": "step", "step": step, **figures, **more, "seconds": took})
         return True
 
     def _broken(self, step: int, loss: float, norm: float) -> bool:

@@ -118,6 +118,22 @@ def test_rank_without_a_row_counts_nothing() -> None:
 # --- what is learned ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("overlong", ["split", "truncate", "drop"])
+@pytest.mark.parametrize("pack", ["documents", "none"])
+@pytest.mark.parametrize("what", ["all", "prompts", "turns"])
+def test_header_counts_the_labels_that_are_learned(what: str, pack: str, overlong: str) -> None:
+    docs, draw = documents(), np.random.default_rng(3)
+    more: dict[str, Any] = {}
+    if what == "prompts":
+        more["prompts"] = np.array([draw.integers(0, len(doc)) for doc in docs])
+    elif what == "turns":
+        more["learned"] = Column.of([draw.integers(0, 2, len(doc)) for doc in docs], np.uint8)
+    made = feed(docs, pack, overlong=overlong, **more)
+    want = sum(int((batch.labels != IGNORE).sum()) for batch in made.everything())
+    total = sum(map(len, docs))
+    assert f"{want:,} of {total:,} tokens learned" in made.describe() and want > 0
+
+
 def test_packed_documents_are_learned_once_and_never_across_a_border() -> None:
     docs = documents()
     want = Counter(pair for doc in docs for pair in pairwise(doc))

@@ -19,9 +19,10 @@ from regard.data.read import DataError
 from regard.data.tokens import Coder
 from regard.errors import UsageError
 from regard.models.adapt import low_ranks, switched_off
+from regard.report import run as report
 from regard.text import CHATML
 from regard.train.config import Adapt, adapted
-from regard.train.loss import FORMS, Prefer, prefer
+from regard.train.loss import FORMS, REWARDS, Prefer, Tally, prefer
 from tests.train.test_chat import REPLY, USER, jsonl, tokenizer
 from tests.train.test_tasks import feed_for, model_for
 
@@ -70,6 +71,25 @@ def test_loss_and_gradients_are_those_of_the_formula(form: str) -> None:
         found.append({"loss": value.detach(), **{n: p.grad for n, p in model.named_parameters()}})
     torch.testing.assert_close(*found, **NEAR)
     assert prefer(model, batch, how, start)[1] == len(batch.ids)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rewards_are_told_as_the_formula_has_them(form: str) -> None:
+    """As TRL defines them: beta times the log ratio; over several batches, each pair counts the same."""
+    start, how, tally = model_for("prefer"), Prefer(0.7, form), Tally()
+    model, wanted = moved(start), []
+    for k in range(3):
+        batch = feed_for("prefer").batch(k)
+        prefer(model, batch, how, start, tally)
+        sides = ((batch.ids, batch.labels), (batch.rejected, batch.rejected_labels))
+        mean = form == "normalised"
+        wanted.append([how.beta * rewards(model, start, *side, mean) for side in sides])  # type: ignore[arg-type]
+    chosen, rejected = (torch.cat(side) for side in zip(*wanted))
+    margin = chosen - rejected
+    means = [(margin > 0).double(), margin, chosen, rejected]
+    told = tally.means()
+    assert list(told) == [*REWARDS] and tally.means() == {}
+    assert [*told.values()] == pytest.approx([x.mean().item() for x in means], rel=1e-9)
 
 
 def test_fifty_steps_go_the_way_of_the_formula() -> None:
@@ -187,7 +207,15 @@ def test_runs_with_each_reference(
     Path("first.toml").write_text(first, encoding="utf-8")
     assert main(["train", "first.toml", "--quiet"]) == 0
     events = Path("runs/first/metrics.jsonl").read_text().splitlines()
-    assert json.loads(events[0])["loss"] == pytest.approx(0.6931, abs=1e-4)
+    first, *_, last = map(json.loads, events)
+    assert first["loss"] == pytest.approx(0.6931, abs=1e-4)
+    for event in (first, last):
+        assert event.keys() >= {*REWARDS} and 0 <= event["reward_accuracy"] <= 1
+        margin = event["reward_chosen"] - event["reward_rejected"]
+        assert event["reward_margin"] == pytest.approx(margin, abs=1e-6)
+    assert last["kind"] == "evaluation" and last["reward_margin"] != 0
+    titles = " ".join(figure.title for figure in report.curves([report.read("runs/first")]))
+    assert "reward_accuracy, in evaluations" in titles and "larger reward" in titles
     lora = f'task = "prefer"\n[model]\nfolder = "runs/first/last"\n{data}[adapt]\nmethod = "lora"\n'
     Path("lora.toml").write_text(lora, encoding="utf-8")
     assert main(["train", "lora.toml", "--quiet", "--prefer.form", "normalised"]) == 0

@@ -112,3 +112,19 @@ def test_warmup_may_be_a_share_of_the_steps() -> None:
     assert Schedule("constant", warmup=0.001).over(10)(1) == 1.0
     with pytest.raises(UsageError, match="whole steps, or a share below 1"):
         Schedule(warmup=2.5)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 10, 11, 24, 99, 100, 1001])
+@pytest.mark.parametrize("evaluate", [0, 0.1, 0.25, 0.34, 1, 7, 2000])
+def test_evaluations_are_as_many_as_is_said(steps: int, evaluate: float) -> None:
+    """A share of all steps gives so many of them, evenly, and the last step's is one of them."""
+    train = Train(steps=steps, evaluate=evaluate)
+    due = [k for k in range(1, steps + 1) if train.evaluated(k)]
+    assert due[-1] == steps and len(due) == train.evaluations
+    if 0 < evaluate < 1:
+        gaps = {b - a for a, b in zip([0, *due], due)}
+        assert len(due) == min(round(1 / evaluate), steps) and max(gaps) - min(gaps) <= 1
+    elif evaluate:
+        assert due == sorted({*range(int(evaluate), steps + 1, int(evaluate)), steps})
+    with pytest.raises(UsageError, match="whole steps, or a share below 1"):
+        Train(evaluate=1.5)

@@ -61,6 +61,7 @@ def test_policy_and_reference_are_the_same_bits_before_the_first_step(
     run = tmp_path / "run"
     regard.finetune(folder, lines(tmp_path / "p.jsonl", PAIRS), run, method=method, changes=changes)
     first, second = steps_of(run)
+    assert (first["reward_margin"], first["reward_chosen"], first["reward_rejected"]) == (0, 0, 0)
     # Of a margin of exactly 0, four times.
     assert first["loss"] == torch.tensor(2.0).log().item() == pytest.approx(math.log(2), abs=1e-7)
     assert second["loss"] != first["loss"]
