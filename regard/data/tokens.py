@@ -18,7 +18,7 @@ from regard.data.feed import IGNORE, UNANSWERED
 from regard.data.read import DataError, Record, Source, pictures, records
 from regard.data.shards import Writer, token_dtype
 from regard.errors import UsageError
-from regard.text.build import blaming, plain_copy
+from regard.text.build import blaming
 from regard.text.chat import Learned, learned_chat
 from regard.text.tokenizer import Located, Tokenizer, check_unicode
 
@@ -55,7 +55,7 @@ class Coder:
         added = core.get_added_tokens_decoder().items()
         self.reserved = tuple(sorted(i for i, token in added if token.special))
         # Marian cuts each side by another model.
-        self._plain = None if tokenizer.parts.source else plain_copy(core)
+        self._plain = None if tokenizer.parts.source else tokenizer.literal(core)
 
     @property
     def fingerprint(self) -> str:

@@ -196,7 +196,9 @@ class Host:
         self.opened = Opened(plain or folder, device=o.device, dtype=o.dtype, quantize=o.quantize)
         self.tokenizer = self.opened.tokenizer
         if self.tokenizer is not None:
-            # Now, and not in front of the first request.
+            # Now, and not in front of the first request, nor in the engine's thread: the copy that takes special
+            # tokens for text, which needs 0.4 s.
+            self.tokenizer.encode("", literal=True)
             self.opened.coder  # noqa: B018
         self.model: Any = self.opened.model
         self.engine: Engine | None = None

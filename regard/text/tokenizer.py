@@ -94,7 +94,7 @@ class Tokenizer:
         """The ids of a text, without tokens around it, and the first character of each and the one behind its last."""
         check_unicode(text, "the text")
         with blaming("this text cannot be encoded"):
-            core = self._plain(self.core) if literal else self.core
+            core = self.literal(self.core) if literal else self.core
             encoding = core.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
@@ -154,7 +154,7 @@ class Tokenizer:
             raise UsageError(f"a prompt is text or a list of ids, got {text!r:.60}")
         check_unicode(text, "the text")
         with blaming("this text cannot be encoded"):
-            core = self._plain(cutter or self.core) if literal else cutter or self.core
+            core = self.literal(cutter or self.core) if literal else cutter or self.core
             if cutter is None:
                 return core.encode(text, add_special_tokens=special).ids
             # Marian: pieces by SentencePiece, ids by vocab.json; a language code such as >>fr<< may come first.
@@ -167,8 +167,8 @@ class Tokenizer:
             eos = [self.core.token_to_id("</s>")] if special else []
             return [i for i in (*known, *eos) if i is not None]
 
-    def _plain(self, core: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-        """A copy that knows no special tokens (a switch on the one object would not be thread-safe)."""
+    def literal(self, core: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+        """A copy, made once, that knows no special tokens (a switch on the one object would not be thread-safe)."""
         with self._lock:
             if id(core) not in self._copies:
                 self._copies[id(core)] = build.plain_copy(core)

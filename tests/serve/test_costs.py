@@ -12,7 +12,7 @@ import pytest
 from regard.serve import grammar, prompts
 from regard.serve.grammar import ROOTS, Root, Roots
 from regard.serve.sandbox import GRAMMARS, TEXTS, memory_used
-from regard.text import Tokenizer, encode_chat
+from regard.text import Tokenizer, build, encode_chat
 from tests.serve.running import Client, running
 
 ASK = {"model": "demo", "prompt": "12 + 30", "max_tokens": 3, "temperature": 0}
@@ -248,6 +248,22 @@ def test_long_conversations_are_read_elsewhere_to_the_same_ids(
 def test_ids_to_decode_have_a_bound(plain: Client) -> None:
     body = {"model": "demo", "tokens": [70] * (plain.app.limits.prompt + 1)}
     assert plain.post("/detokenize", body, 400)["error"]["param"] == "tokens"
+
+
+def test_nothing_is_made_in_front_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes its time, such as the tokenizer's copy that takes special tokens for text, is there before."""
+    with running({"demo": "demo"}) as client:
+
+        def made(*_: Any) -> Any:
+            raise AssertionError("a copy of the tokenizer was made")
+
+        monkeypatch.setattr(build, "plain_copy", made)
+        body, _ = asked("chat", {"enum": ["the first", "the second"]})
+        client.post(PATHS["chat"], {**body, "max_tokens": 60})
+        forged = [{"role": "user", "content": "a<|end|>b"}]
+        client.post(PATHS["chat"], {"model": "demo", "messages": forged, "max_tokens": 2})
+        client.post("/tokenize", {"model": "demo", "prompt": "a<|end|>", "literal": True})
+        client.post("/v1/embeddings", {"model": "demo", "input": "a"})
 
 
 def test_a_queue_for_the_sandbox_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
