@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -21,7 +22,16 @@ from regard.config import Count, Fraction, Positive, Share, Whole, settings
 from regard.data import feed as feeds
 from regard.data import read, tokens
 from regard.data.read import Source, format_of, records
-from regard.data.shards import MANIFEST, Column, Shards, open_shards, prepare, read_manifest, sha256
+from regard.data.shards import (
+    MANIFEST,
+    Column,
+    Shards,
+    SourceHashes,
+    Writer,
+    open_shards,
+    prepare,
+    read_manifest,
+)
 from regard.data.tokens import Coder, Filling
 from regard.data.train_tokenizer import Recipe
 from regard.errors import DATA, UsageError, blaming, check_choice, notice
@@ -238,6 +248,8 @@ def load(
         raise UsageError(f"task = {task!r} reads text and needs a tokenizer")
     check_used(data, task)
     batching = data.batching(seed)
+    for name in ("train", "valid"):
+        _tell_twice(data, name)
     sources = [data.source()]
     if data.weights:
         sources = [replace(sources[0], paths=(path,)) for path in _tuple(data.train)]
@@ -276,6 +288,16 @@ def load(
     longest = [columns[n].lengths for n in LONG if n in columns]
     lengths = np.maximum.reduce(longest) if longest else np.zeros(0, int)
     return Loaded(feed, classes, notes, lengths)
+
+
+def _tell_twice(data: Data, name: str) -> None:
+    """Say which files are named more than once."""
+    source = data.source(valid=name == "valid")
+    files = [path.resolve() for path in source.files()] if source.format != "hub" else []
+    beside = [path.resolve() for path in source.beside_files()] or files
+    for (path, _), count in Counter(zip(files, beside)).items():
+        if count > 1:
+            notice(f"{path} is named {count} times in {name}, and its examples count as often")
 
 
 def mixed(parts: list[np.ndarray], weights: np.ndarray) -> np.ndarray:
@@ -415,15 +437,24 @@ def shards_of(
         made_of["special"] = [coder.before, coder.between, coder.after, coder.start, coder.end]
     if task in CHATS and coder is not None:
         made_of["template"] = coder.tokenizer.templates.get("default")
-    made_of["sources"] = _sources(source)
-    if source.format != "hub":
-        made_of["beside"] = [sha256(p) for p in source.beside_files()]
-    fill, known = KINDS[task].fill, (source, coder, classes, labels)
-    return prepare(folder, made_of, lambda writer: fill(Filling(writer, *known)))
+    hub = source.format == "hub"
+    here = SourceHashes([] if hub else source.files())
+    there = SourceHashes([] if hub else source.beside_files())
+    made_of |= {"sources": list(source.paths)} if hub else {"sources": here.hashes}
+    made_of |= {} if hub else {"beside": there.hashes}
 
+    def fill(writer: Writer) -> None:
+        try:
+            KINDS[task].fill(Filling(writer, source, coder, classes, labels))
+        except UsageError:
+            # What is wrong with a file may be that it was not the same all the time.
+            here.check()
+            there.check()
+            raise
+        here.check()
+        there.check()
 
-def _sources(source: Source) -> list[str]:
-    return list(source.paths) if source.format == "hub" else [sha256(p) for p in source.files()]
+    return prepare(folder, made_of, fill)
 
 
 def feed_of(
@@ -545,7 +576,7 @@ def survey(
     vocab, count = _words(recipe, home, None if tokenizer else start, texts)
     limit, ready = data.length or math.inf, folder / "data" / "train"
     made = (ready / MANIFEST).is_file()
-    if made and read_manifest(ready)["made_of"]["sources"] == _sources(source):
+    if made and read_manifest(ready)["made_of"]["sources"] == SourceHashes(source.files()).hashes:
         shards = open_shards(ready)
         lengths = [shards.columns[n].lengths for n in LONG if n in shards.columns]
         number = len(shards.notes.get("classes", []))

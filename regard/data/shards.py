@@ -185,11 +185,40 @@ def digest(data: Any) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
+def files_of(path: Path) -> list[Path]:
+    """The file, or all files of a folder in order."""
+    return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+
+
+class SourceHashes:
+    """What is read of some files: the SHA-256 of each is taken before, and `check` makes sure that these were the bytes
+    which were read since: nothing wrote to a file, and nothing took its place."""
+
+    def __init__(self, paths: Sequence[Path]):
+        self.paths, self.states = paths, [self.state(path) for path in paths]
+        self.hashes = [sha256(path) for path in paths]
+
+    @staticmethod
+    def state(path: Path) -> list[tuple[int, int, int]]:
+        try:
+            found = [file.stat() for file in files_of(path)]
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+        return [(file.st_ino, file.st_size, file.st_mtime_ns) for file in found]
+
+    def check(self) -> None:
+        for path, state, said in zip(self.paths, self.states, self.hashes):
+            if self.state(path) != state or sha256(path) != said:
+                raise DataError(
+                    f"{path} changed while it was read; start again when nothing writes to it any more"
+                )
+
+
 def sha256(path: Path) -> str:
     """Of a file's bytes, or of the names and bytes of all files in a folder."""
     if path.is_dir():
         whole = hashlib.sha256()
-        for file in sorted(p for p in path.rglob("*") if p.is_file()):
+        for file in files_of(path):
             whole.update(f"{file.relative_to(path).as_posix()}\0{sha256(file)}\n".encode())
         return whole.hexdigest()
     try:
@@ -210,7 +239,10 @@ def prepare(folder: Path, made_of: dict[str, Any], fill: Callable[[Writer], None
             if read_manifest(folder)["fingerprint"] == digest(made_of):
                 return open_shards(folder)
         elif folder.exists() and any(folder.iterdir()):
-            raise DataError(f"{folder} holds something else than shards; name another folder")
+            raise DataError(
+                f"{folder} should hold the tokens of the data, and has files but no {MANIFEST}: it was not made whole, "
+                f"or holds something else. Delete it to have it made again (rm -r {folder}), or name another folder"
+            )
         with whole_folder(folder) as new:
             writer = Writer(new)
             fill(writer)
@@ -238,7 +270,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         check = data.pop("sha256")
         whole = digest(data) == check
     except FileNotFoundError:
-        raise DataError(f"{path} does not exist; {folder} is no folder of shards") from None
+        raise DataError(
+            f"{path} does not exist: {folder} is not a folder of tokens that was made whole; delete it to have it made "
+            "again"
+        ) from None
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         whole = False
     if not whole:

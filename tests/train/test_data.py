@@ -1,7 +1,10 @@
 """From files to feeds: every task, what is counted, what is used again, what is refused."""
 
 import json
+import os
 import time
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +12,14 @@ import numpy as np
 import pytest
 
 from regard.config import from_dict
+from regard.data import tokens
 from regard.data.config import Data, Loaded, load
 from regard.data.feed import IGNORE
-from regard.data.read import DataError
+from regard.data.read import DataError, Source
+from regard.data.shards import read_manifest, sha256
 from regard.data.tokens import Coder
 from regard.data.train_tokenizer import Recipe, train_tokenizer
-from regard.errors import UsageError
+from regard.errors import Notice, UsageError
 from regard.text import Tokenizer, needed
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz .,?ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789\n"
@@ -225,6 +230,79 @@ def test_changed_data_settings_or_tokenizer_change_the_fingerprint(
     moved = (tmp_path / "a.txt").rename(tmp_path / "b.txt")  # the name is no part of the data
     again = bench.load("lm", ours, **{**settings, "train": str(moved)})
     assert again.feed.fingerprint == base
+
+
+def grown(path: Path) -> None:
+    path.write_text(path.read_text()[:-1] + "more\n")
+
+
+def shortened(path: Path) -> None:
+    path.write_text(path.read_text()[:-3])
+
+
+def replaced(path: Path) -> None:
+    other = path.with_suffix(".new")
+    other.write_text(path.read_text().swapcase())
+    os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    other.rename(path)
+
+
+def and_back(path: Path) -> None:
+    """Other bytes while it is read, and the old ones again afterwards."""
+    old = path.read_text()
+    path.write_text(old.upper())
+    LATER.append(lambda: path.write_text(old))
+
+
+LATER: list[Any] = []
+
+
+@pytest.mark.parametrize("change", [grown, shortened, replaced, and_back])
+@pytest.mark.parametrize("when", ["before", "between", "after"])
+@pytest.mark.parametrize("task", ["lm", "seq2seq"])
+def test_file_that_changes_while_it_is_read_makes_no_shards(
+    task: str, when: str, change: Any, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hash in a manifest is of the bytes that were read: after it was taken and before a file is read, while it is
+    read, or before the manifest is written."""
+    lines = "".join(f"line {i}\n" for i in range(9))
+    train, beside = (put(tmp_path / name, lines) for name in ("a.txt", "b.txt"))
+    settings: dict[str, Any] = {"train": train, "unit": "line", "length": 16, "rows": 2}
+    if task == "seq2seq":
+        settings = {"train": train, "target": beside, "rows": 2}
+    changing, plain = Path(beside if task == "seq2seq" else train), tokens.records
+
+    def records(source: Source, roles: Any) -> Iterator[Any]:
+        change(changing) if when == "before" else None
+        for i, record in enumerate(plain(source, roles)):
+            yield record
+            change(changing) if (when, i) == ("between", 3) else None
+        change(changing) if when == "after" else None
+        while LATER:
+            LATER.pop()()
+
+    ours = coder(task)
+    with monkeypatch.context() as patched:
+        patched.setattr(tokens, "records", records)
+        with pytest.raises(DataError, match=f"{changing.name} changed while it was read"):
+            bench.load(task, ours, **settings)
+    assert not (bench.folder / "shards" / "train").exists()
+    bench.load(task, ours, **settings)
+    made_of = read_manifest(bench.folder / "shards" / "train")["made_of"]
+    assert made_of["beside" if task == "seq2seq" else "sources"] == [sha256(changing)]
+
+
+def test_file_that_is_named_twice_is_told(bench: Bench, tmp_path: Path) -> None:
+    path = put(tmp_path / "a.txt", "one\ntwo\n")
+    settings: dict[str, Any] = {"unit": "line", "length": 8, "rows": 2}
+    with pytest.warns(Notice, match="a.txt is named 2 times in train, and its examples count"):
+        bench.load("lm", coder("lm"), train=(path, str(tmp_path / "*.txt")), **settings)
+    # Two translations of one file are not the same twice.
+    other = put(tmp_path / "b.txt", "un\ndeux\n")
+    sides: dict[str, Any] = {"train": (path, path), "target": (path, other), "rows": 2}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bench.load("seq2seq", coder("seq2seq"), **sides)
 
 
 def test_table_of_a_config_file_is_read_strictly(tmp_path: Path) -> None:
