@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -40,7 +40,7 @@ class Options:
     regard data peek reviews.tsv --columns text=1 --columns label=0 --task classify --tokenizer MODEL
     """
 
-    # data files; * and ? are understood; .gz and .xz too; or a training config (.toml), which says
+    # data files; * and ? are understood; .gz and the like too; or a training config (.toml), which says
     # all the rest
     files: DataFiles
     target: Files = ()  # files with the other side, line by line; classes of npy and idx files
@@ -299,7 +299,7 @@ class TokenizerOptions:
     regard tokenizer train in.de --target in.en --task seq2seq --sides --out tok     tok/source and tok/target
     """
 
-    files: DataFiles  # data files; * and ? are understood; .gz and .xz too
+    files: DataFiles  # data files; * and ? are understood; .gz, .xz, .bz2, .zip, .zst too
     out: Annotated[str, arg(metavar="FOLDER")]  # the folder to write
     # bpe is byte-level and loses nothing
     kind: Literal["bpe", "wordpiece", "unigram", "chars", "bytes"] = "bpe"
@@ -353,24 +353,33 @@ def tokenizer(options: TokenizerOptions) -> int:
 
 def learn(folder: Path, source: Source, roles: list[str], wanted: list[str], recipe: Recipe) -> str:
     """Write a tokenizer that is learned from the texts of some roles; what was made."""
-    from regard.data.read import DataError, records
+    from regard.data.read import DataError, LongText, records
+    from regard.data.tokens import shown
     from regard.data.train_tokenizer import train_tokenizer, write_files
     from regard.text import Tokenizer, needed
 
     count = chars = 0
     sample: list[str] = []
 
-    def texts() -> Iterator[str]:
-        nonlocal count, chars
-        for record in records(source, roles):
+    def counted(parts: Iterable[str], sampled: bool) -> Iterator[str]:
+        nonlocal chars
+        for part in parts:
+            chars += len(part)
+            if sampled:
+                sample.append(part[:2000])
+            sampled = False
+            yield part
+
+    def texts() -> Iterator[Iterable[str]]:
+        nonlocal count
+        for record in records(source, roles, long=True):
             for role in wanted:
                 text = record[role]
-                if not isinstance(text, str):
-                    raise DataError(f"{role} must be text, one is {text!r:.60}")
-                count, chars = count + 1, chars + len(text)
-                if count % max(count // 100, 1) == 0 and len(sample) < 500:
-                    sample.append(text[:2000])
-                yield text
+                if not isinstance(text, str | LongText):
+                    raise DataError(f"{record.where}: {role} must be text, got {shown(text)}")
+                count += 1
+                sampled = count % max(count // 100, 1) == 0 and len(sample) < 500
+                yield counted([text] if isinstance(text, str) else text, sampled)
 
     write_files(folder, train_tokenizer(texts(), recipe))
     tokenizer = needed(Tokenizer.from_folder(folder))

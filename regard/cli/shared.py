@@ -75,8 +75,12 @@ class Reading:
     # which column has a role (text, second, source, target, label, words, tags, start, end), by
     # number from 0 or by name: text=1
     columns: Pairs = ()
-    # whether the first line names the columns; left out: it does if columns are given by name
+    # whether the first line names the columns; left out: if columns are given by name, or it looks
+    # like it
     header: Annotated[bool | None, arg(metavar="True|False")] = None
+    # between the columns of csv files; left out: the one of , ; tab | that fits
+    delimiter: str = ""
+    encoding: str = "utf-8"  # what text is written in, such as cp1252 or utf-16
     size: Count = None  # scale pictures to N x N
 
     def settings(self) -> dict[str, Any]:

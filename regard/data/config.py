@@ -73,6 +73,8 @@ USED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     **dict.fromkeys(("target", "valid_target"), ((*PLAIN, "seq2seq", *PICTURED), ())),
     **dict.fromkeys(("unit", "marker"), (PLAIN, ("text",))),
     "header": (TEXTS, ("tsv", "csv")),
+    "delimiter": (TEXTS, ("csv",)),
+    "encoding": (TEXTS, ("text", "tsv", "csv", "jsonl", "squad", "parallel")),
     "size": (PICTURED, ("images",)),
     **dict.fromkeys(("length", "tokens", "overlong", "multiple"), (TEXTS, ())),
     "pack": (ROWED, ()),
@@ -81,7 +83,7 @@ USED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "paste": (("image",), ()),
 }
 # Settings of a Source, beside its paths.
-SETTINGS = ("format", "unit", "marker", "columns", "header", "size")
+SETTINGS = ("format", "unit", "marker", "columns", "header", "size", "delimiter", "encoding")
 
 
 @settings
@@ -101,7 +103,10 @@ class Data:
     marker: str = ""  # a text that stands between documents
     # which column has a role: { text = 1, label = 0 }, or by name
     columns: dict[str, Any] = field(default_factory=dict)
-    header: bool | None = None  # whether the first line names the columns
+    # whether the first line names the columns; none: if columns are named, or it looks like it
+    header: bool | None = None
+    delimiter: str = ""  # between the columns of csv files; none: the one of , ; tab | that fits
+    encoding: str = "utf-8"  # what text is written in, such as cp1252 or utf-16
     size: Count | None = None  # pictures are scaled to size x size
     length: Count | None = None  # tokens of a row at most
     rows: Count | None = None  # rows of a batch
@@ -261,14 +266,9 @@ def load(
         classes = classes or parts[0].notes.get("classes", [])
     columns = {n: Column.join([part.columns[n] for part in parts]) for n in parts[0].columns}
     sizes = [len(next(iter(part.columns.values()))) for part in parts]
-    name, notes, held = parts[0].fingerprint, parts[0].notes, None
+    name, held = parts[0].fingerprint, None
     if data.weights:
         name = f"{data.weights} of {' '.join(part.fingerprint for part in parts)}"
-        # Numbers are counts, lists the classes, or ends of answers.
-        notes = {
-            n: x if n == "classes" else sum((p.notes[n] for p in parts), type(x)())
-            for n, x in notes.items()
-        }
     # What is held out is chosen first, and only what is left is mixed: it is never trained on.
     rows = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
     if _tuple(data.valid):
@@ -287,7 +287,29 @@ def load(
     feed = feed_of(task, data, coder, batching, columns, name, held)
     longest = [columns[n].lengths for n in LONG if n in columns]
     lengths = np.maximum.reduce(longest) if longest else np.zeros(0, int)
+    notes = _joined_notes([part.notes for part in parts])
+    if spelled := notes.get("spelled"):
+        _tell_spelled(spelled, data, coder)
     return Loaded(feed, classes, notes, lengths)
+
+
+def _joined_notes(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """What was counted in several data sets: numbers are counts, lists the classes, or ends of answers."""
+    notes = dict(parts[0])
+    for name, x in ((n, x) for part in parts[1:] for n, x in part.items() if n != "classes"):
+        notes[name] = notes.get(name, type(x)()) + x
+    return notes
+
+
+def _tell_spelled(count: int, data: Data, coder: Coder | None) -> None:
+    """Say that texts hold the end token as characters, where a marker can make an end of it."""
+    assert coder is not None
+    plain = any(format_of(path, data.format) == "text" for path in data.source().files())
+    how = f"; where it stands between documents, say marker = {coder.end_text!r}" if plain else ""
+    notice(
+        f"the texts spell {coder.end_text}, the tokenizer's own end of a document, {count:,} times, and it is learned "
+        f"as plain text{how}"
+    )
 
 
 def _tell_twice(data: Data, name: str) -> None:
@@ -429,9 +451,11 @@ def shards_of(
     labels: Sequence[str] = (),
 ) -> Shards:
     made_of: dict[str, Any] = {name: getattr(source, name) for name in SETTINGS}
-    made_of |= {"task": task, "classes": classes}
-    # Not where there are none: shards of older versions are used again.
-    made_of |= {"labels": list(labels)} if labels else {}
+    made_of |= {"task": task, "classes": classes, "labels": list(labels)}
+    # Not where they are as they always were: shards of older versions are used again.
+    for name, usual in (("delimiter", ""), ("encoding", "utf-8"), ("labels", [])):
+        if made_of[name] == usual:
+            del made_of[name]
     made_of["tokenizer"] = None if coder is None else coder.fingerprint
     if coder is not None:
         made_of["special"] = [coder.before, coder.between, coder.after, coder.start, coder.end]
@@ -501,7 +525,7 @@ def feed_of(
 
 # Characters that are looked at; bytes of files that are read to their end where that tells more.
 SAMPLE, WHOLE = 1 << 20, 64 << 20
-# How much larger a file is without gzip or xz.
+# How much larger a packed file is.
 PACKED = 3.5
 # Kinds whose examples have two sides; columns whose rows are as long as an example.
 PAIRS = {"seq2seq": ("source", "target"), "prefer": tokens.SIDES}
@@ -621,8 +645,7 @@ def _read(source: Source, roles: tuple[str, ...]) -> Iterator[list[str]]:
     plain = source.unit == "file" and not source.marker and not source.beside
     first = source.files()[0]
     if plain and format_of(first, source.format) == "text" and first.stat().st_size > WHOLE:
-        with read.opened(first) as stream:
-            yield [stream.read(SAMPLE).decode("utf-8", "ignore")]
+        yield [next(read.chunks(first, source.encoding), "")]
         return
     for record in records(source, roles):
         values = [record[role] for role in roles]
@@ -633,7 +656,7 @@ def bytes_of(source: Source) -> int:
     if source.format == "hub":
         return 0
     paths = [*source.files(), *source.beside_files()]
-    sizes = (p.stat().st_size * (PACKED if p.suffix in (".gz", ".xz") else 1) for p in paths)
+    sizes = (p.stat().st_size * (PACKED if read.packing(p) else 1) for p in paths)
     return round(sum(sizes))
 
 

@@ -1,12 +1,13 @@
 """Data files as records: dictionaries {role: value}, one per example, in the order of the files; and pictures.
 
-Text is UTF-8, cut at \\n (a \\r before it goes with it) and at nothing else. Everything but whole-file documents is
+Text is UTF-8 unless `encoding` says otherwise, cut at \\n (a \\r before it goes with it) and at nothing else. All is
 read as a stream, so that memory does not grow with the data. Text, TSV, CSV, JSONL and SQuAD's JSON are read here,
 other tables by the package `datasets`. Pictures become one array of bytes (n h w c); no pickle is ever read.
 """
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import contextlib
 import csv
@@ -17,24 +18,26 @@ import io
 import json
 import lzma
 import math
+import re
+import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
-from itertools import groupby, islice, zip_longest
+from itertools import chain, groupby, islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 from regard.config import Count, settings
-from regard.errors import DATA, ENVIRONMENT, Fault, UsageError, check_choice, nearest
+from regard.errors import DATA, ENVIRONMENT, Fault, UsageError, check_choice, nearest, notice
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from regard.models import Patches
 
-Record = dict[str, Any]
 UNITS = ("file", "line", "paragraph")
 ROLES = (
     *("text", "second", "source", "target", "label", "words", "tags", "start", "end", "image"),
@@ -44,6 +47,17 @@ ROLES = (
 OPTIONAL, INSTEAD = ("tools", "prompt", "system", "input"), {"messages": "conversations"}
 SPAN = {"question", "context", "answers"}  # of a row of SQuAD
 SUFFIXES = (".png", ".jpg", ".jpeg")
+# Bytes of a file that are read at once; and what a long text is given out in.
+CHUNK = 1 << 20
+# What to do about text that is not UTF-8: where nothing else is read, and where `encoding` can say what it is.
+CONVERT = "convert the file, for example with iconv -t utf-8"
+OTHERWISE = "say what it is written in, for example encoding = {!r}, or convert it: iconv -t utf-8"
+# Rows of a table that are looked at for a delimiter and a header; delimiters, and words that columns are called by.
+LOOK, DELIMITERS = 50, ",;\t|"
+TITLES = (
+    "text sentence sentence1 sentence2 review comment title document summary label labels class category sentiment "
+    "polarity rating score source target src tgt question answer context premise hypothesis"
+)
 # Number types of idx files.
 IDX = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
@@ -52,6 +66,27 @@ class DataError(UsageError):
     """Data that is missing or broken; a command ends with this code, not with 2."""
 
     code = DATA
+
+
+class Record(dict[str, Any]):
+    """An example by its roles; `where` it stands: which line of which file."""
+
+    def __init__(self, values: Mapping[str, Any], where: str = ""):
+        super().__init__(values)
+        self.where = where
+
+
+class LongText:
+    """A text that is too long to hold, in parts that are read when they are asked for."""
+
+    def __init__(self, path: Path, encoding: str):
+        self.path, self.encoding = path, encoding
+
+    def __iter__(self) -> Iterator[str]:
+        return chunks(self.path, self.encoding)
+
+
+Text = str | Iterable[str]
 
 
 def matching_files(names: Sequence[str]) -> list[Path]:
@@ -65,42 +100,177 @@ def matching_files(names: Sequence[str]) -> list[Path]:
     return paths
 
 
+# --- bytes and characters -----------------------------------------------------------------------------------------
+
+
+def packing(path: Path) -> str:
+    """How a file is packed, by its name: .gz and the like, or nothing."""
+    ending = path.suffix.lower()
+    return ending if ending in PACKINGS else ""
+
+
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """The file's bytes, unpacked if its name ends in .gz or .xz."""
-    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+    """The file's bytes, unpacked if its name says that it is packed."""
+    kind = packing(path)
     try:
-        with openers.get(path.suffix, open)(path, "rb") as stream:
+        with PACKINGS.get(kind, open)(path, "rb") as stream:
             yield stream
-    except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path} is a broken {path.suffix[1:]} file: {error}") from None
+    except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, zipfile.BadZipFile) as error:
+        raise DataError(f"{path} is a broken {kind[1:]} file: {error}") from None
+    except OSError as error:
+        # What bz2 raises has no number.
+        if kind and error.errno is None:
+            raise DataError(f"{path} is a broken {kind[1:]} file: {error}") from None
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def inner_name(path: Path) -> str:
+    """The name of the one file that a zip file holds."""
+    with opened_zip(path) as archive:
+        names = [n for n in archive.namelist() if not n.endswith("/") and "__MACOSX" not in n]
+    if len(names) != 1:
+        raise DataError(f"{path} holds {len(names)} files, not one; unpack it, and name them")
+    return names[0]
+
+
+@contextlib.contextmanager
+def opened_zip(path: Path) -> Iterator[zipfile.ZipFile]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            yield archive
+    except zipfile.BadZipFile as error:
+        raise DataError(f"{path} is a broken zip file: {error}") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def lines(path: Path) -> Iterator[str]:
+@contextlib.contextmanager
+def _unzip(path: Path, mode: str) -> Iterator[BinaryIO]:
+    name = inner_name(path)
+    with opened_zip(path) as archive, archive.open(name) as stream:
+        yield stream  # type: ignore[misc]
+
+
+def _unzst(path: Path, mode: str) -> Any:
+    """By Python 3.14, or by the package zstandard."""
+    with contextlib.suppress(ModuleNotFoundError):
+        return importlib.import_module("compression.zstd").open(path, mode)
+    return io.BufferedReader(_Zst(path), CHUNK)
+
+
+class _Zst(io.RawIOBase):
+    """What a .zst file holds. One that is cut off is an error, which zstandard's own reader does not see."""
+
+    def __init__(self, path: Path):
+        library = needed("zstandard", "reading .zst files", "zstandard")
+        self.begin, self.wrong = library.ZstdDecompressor().decompressobj, library.ZstdError
+        self.file, self.frame, self.left = open(path, "rb"), None, memoryview(b"")  # noqa: SIM115  closed below
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, room: Any) -> int:
+        while not self.left:
+            new = self.frame is None or self.frame.eof
+            data = self.frame.unused_data if self.frame is not None and new else b""
+            data = data or self.file.read(CHUNK // 8)
+            if not data and new:
+                return 0
+            if not data:
+                raise EOFError("it is cut off")
+            self.frame = self.begin() if new else self.frame
+            try:
+                self.left = memoryview(self.frame.decompress(data))  # type: ignore[union-attr]
+            except self.wrong as error:
+                raise EOFError(str(error)) from None
+        size = min(len(room), len(self.left))
+        room[:size], self.left = self.left[:size], self.left[size:]
+        return size
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+
+PACKINGS: dict[str, Callable[..., Any]] = {
+    ".gz": gzip.open,
+    ".xz": lzma.open,
+    ".bz2": bz2.open,
+    ".zip": _unzip,
+    ".zst": _unzst,
+}
+
+
+def chunks(path: Path, encoding: str = "utf-8") -> Iterator[str]:
+    """The text of a file, about CHUNK characters at a time. \\r\\n is \\n, as where lines are read."""
+    decoder = codecs.getincrementaldecoder(encoding)()
+    # The line, its bytes so far; characters that belong to the next part.
+    line, column, held, first = 1, 0, "", True
     with opened(path) as stream:
-        yield from lines_of(stream, path)
+        while True:
+            raw = stream.read(CHUNK)
+            before = column - len(decoder.getstate()[0])
+            try:
+                text = held + decoder.decode(raw, not raw)
+            except UnicodeError as error:
+                raise undecodable(error, path, encoding, line, before) from None
+            text, first = text.removeprefix("\ufeff") if first else text, first and not text
+            held = "\r" if raw and text.endswith("\r") else ""
+            if text := text.removesuffix(held).replace("\r\n", "\n"):
+                yield text
+            if not raw:
+                return
+            line += raw.count(b"\n")
+            column = len(raw) - raw.rfind(b"\n") - 1 if b"\n" in raw else column + len(raw)
 
 
-def lines_of(stream: BinaryIO, path: Path) -> Iterator[str]:
+def lines(path: Path, encoding: str = "utf-8") -> Iterator[str]:
+    if codecs.lookup(encoding).name == "utf-8":
+        with opened(path) as stream:
+            yield from lines_of(stream, path, OTHERWISE)
+        return
+    held = ""
+    for text in chunks(path, encoding):
+        *whole, held = (held + text).split("\n")
+        yield from whole
+    if held:
+        yield held
+
+
+def lines_of(stream: BinaryIO, path: Path, cure: str = CONVERT) -> Iterator[str]:
     """Lines of UTF-8 without their ends, \\n or \\r\\n and nothing else: one line in stays one line."""
     for number, raw in enumerate(stream, 1):
         raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
-        yield decoded(raw.removesuffix(b"\n").removesuffix(b"\r"), path, number)
+        yield decoded(raw.removesuffix(b"\n").removesuffix(b"\r"), path, number, cure)
 
 
-def decoded(raw: bytes, path: Path, first: int = 1) -> str:
+def decoded(raw: bytes, path: Path, first: int = 1, cure: str = CONVERT) -> str:
     """The text of some bytes of a file; `first` is the number of their first line."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        line = first + raw.count(b"\n", 0, error.start)
-        at = error.start - (raw.rfind(b"\n", 0, error.start) + 1)
-        raise DataError(
-            f"line {line} of {path} is no UTF-8 text: byte {at} is 0x{raw[error.start]:02x}; convert the file, for "
-            "example with iconv -t utf-8"
-        ) from None
+        raise undecodable(error, path, "utf-8", first, cure=cure) from None
+
+
+def undecodable(
+    error: UnicodeError,
+    path: Path,
+    encoding: str,
+    line: int,
+    before: int = 0,
+    cure: str = OTHERWISE,
+) -> DataError:
+    """`line` and `before` are where the bytes of the error begin: in which line, and after how many bytes of it."""
+    what, place, raw = f"{encoding.upper()} text", f"{path}", b""
+    if isinstance(error, UnicodeDecodeError):
+        raw, at = error.object, error.start
+        begin = raw.rfind(b"\n", 0, at) + 1
+        line += raw.count(b"\n", 0, at)
+        place = f"line {line} of {path}"
+        what += f": byte {at - begin if begin else at + before} is 0x{raw[at]:02x}"
+    guess = "utf-16" if raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "cp1252"
+    return DataError(f"{place} is no {what}; {cure.format(guess)}")
 
 
 def needed(package: str, what: str, pip: str) -> Any:
@@ -128,11 +298,21 @@ class Source:
     unit: str = "file"  # what is one document of plain text; lines where there is a `beside`
     marker: str = ""  # a text that stands between documents, for example <|endoftext|>
     columns: dict[str, Any] = field(default_factory=dict)
-    header: bool | None = None
+    header: bool | None = None  # none: as the names of columns, or the first lines, have it
     size: Count | None = None  # pictures are scaled to size x size
+    delimiter: str = ""  # between the columns of a csv file; none: the one of , ; tab | that fits
+    encoding: str = "utf-8"  # of text
 
     def __post_init__(self) -> None:
         check_choice("unit", self.unit, UNITS)
+        if len(self.delimiter) > 1:
+            raise UsageError(f"delimiter = {self.delimiter!r} must be one character, such as ';'")
+        try:
+            codecs.lookup(self.encoding)
+        except LookupError:
+            raise UsageError(
+                f"encoding = {self.encoding!r} is unknown; give utf-8, utf-16, cp1252, latin-1, gb18030, ..."
+            ) from None
         for role in self.columns:
             if role not in ROLES:
                 raise UsageError(f"columns: {role!r} is no role; {nearest(role, ROLES)}")
@@ -148,11 +328,12 @@ class Source:
         return str(self.columns.get(role, role))
 
 
-def records(source: Source, roles: Sequence[str]) -> Iterator[Record]:
-    """The examples with these roles. The labels of pictures can be read as texts: captions."""
+def records(source: Source, roles: Sequence[str], long: bool = False) -> Iterator[Record]:
+    """The examples with these roles. The labels of pictures can be read as texts: captions. With `long` a file that is
+    one long document is a LongText."""
     paths = source.files()
     if list(roles) == ["label"] and format_of(paths[0], source.format) in ARRAYS:
-        yield from ({"label": name} for name in pictures(source)[1])
+        yield from (Record({"label": name}) for name in pictures(source)[1])
         return
     if source.beside:
         yield from _parallel(source, roles)
@@ -163,6 +344,8 @@ def records(source: Source, roles: Sequence[str]) -> Iterator[Record]:
             raise UsageError(f"{path} holds no text; text comes as {', '.join(READERS)}")
         for record in READERS[kind](path, source, roles):
             empty = False
+            if not long and isinstance(record.get("text"), LongText):
+                record["text"] = "".join(record["text"])
             yield record
         if empty:
             raise DataError(f"{path} is empty: it holds no examples")
@@ -174,7 +357,9 @@ def format_of(path: Path, format: str) -> str:
     check_choice("format", format, known | {"auto"})
     if format != "auto" or path.is_dir():
         return "images" if format == "auto" else format
-    name = path.name.lower().removesuffix(".gz").removesuffix(".xz")
+    name = path.name.lower().removesuffix(packing(path))
+    if packing(path) == ".zip" and "." not in name and path.exists():
+        name = inner_name(path).lower()
     ending = name.rpartition(".")[2] if not name.endswith("-ubyte") else "idx"
     ending = {"ndjson": "jsonl", "json": "squad"}.get(ending, ending)
     return ending if ending in known - {"hub"} else "text"
@@ -190,33 +375,43 @@ def _text(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
             "file, or a second file beside it"
         )
     units = {"file": _whole, "line": lines, "paragraph": _paragraphs}
-    texts = _marked(path, source.marker) if source.marker else units[source.unit](path)
-    return ({"text": text} for text in texts)
+    texts = _marked(path, source) if source.marker else units[source.unit](path, source.encoding)
+    return (Record({"text": text}) for text in texts)
 
 
-def _whole(path: Path) -> Iterator[str]:
-    with opened(path) as stream:
-        raw = stream.read().removeprefix(codecs.BOM_UTF8)
-    if raw:
-        yield decoded(raw, path)
+def _whole(path: Path, encoding: str) -> Iterator[Any]:
+    first = [*islice(chunks(path, encoding), 2)]
+    if first:
+        yield LongText(path, encoding) if len(first) > 1 else first[0]
 
 
-def _paragraphs(path: Path) -> Iterator[str]:
-    for filled, group in groupby(lines(path), lambda line: bool(line.strip())):
+def _paragraphs(path: Path, encoding: str) -> Iterator[str]:
+    for filled, group in groupby(lines(path, encoding), lambda line: bool(line.strip())):
         if filled:
             yield "\n".join(group)
 
 
-def _marked(path: Path, marker: str) -> Iterator[str]:
+def _marked(path: Path, source: Source) -> Iterator[str]:
+    """What stands between markers, which may hold line breaks."""
+    marker, found = source.marker.replace("\r\n", "\n"), False
+    # Of the document so far: parts without a marker, and the end, in which one may begin.
     held: list[str] = []
-    for line in lines(path):
-        first, *rest = line.split(marker)
-        held.append(first)
+    end = ""
+    for text in chunks(path, source.encoding):
+        first, *rest = (end + text).split(marker)
         for part in rest:
-            yield "\n".join(held).strip("\n")
-            held = [part]
-    if any(part.strip() for part in held):
-        yield "\n".join(held).strip("\n")
+            found = True
+            yield "".join([*held, first]).strip("\n")
+            held, first = [], part
+        size = max(len(first) - len(marker) + 1, 0)
+        held.append(first[:size])
+        end = first[size:]
+    last = "".join([*held, end])
+    if last.strip():
+        yield last.strip("\n")
+    if last and not found:
+        how = " (a line break is \"\\n\" in a config, $'\\n' in a shell)" if "\\n" in marker else ""
+        notice(f"the marker {marker!r} does not occur in {path}, which is one document{how}")
 
 
 def _parallel(source: Source, roles: Sequence[str]) -> Iterator[Record]:
@@ -228,7 +423,8 @@ def _parallel(source: Source, roles: Sequence[str]) -> Iterator[Record]:
             "one number of lines"
         )
     for left, right in zip(here, there):
-        sides, count = zip_longest(lines(left), lines(right)), 0
+        both_lines = (lines(path, source.encoding) for path in (left, right))
+        sides, count = zip_longest(*both_lines), 0
         for both in sides:
             if None in both:
                 more = count + 1 + sum(1 for _ in sides)
@@ -238,7 +434,7 @@ def _parallel(source: Source, roles: Sequence[str]) -> Iterator[Record]:
                     "other"
                 )
             count += 1
-            yield dict(zip(roles, both))
+            yield Record(dict(zip(roles, both)))
         if not count:
             raise DataError(f"{left} is empty: it holds no examples")
 
@@ -250,21 +446,24 @@ Lines = Iterator[tuple[int, list[str]]]
 
 
 def _tsv(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
-    return _table(_tsv_lines(path), path, source, roles)
+    return _table(_tsv_lines(path, source), path, source, roles)
 
 
 def _csv(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
-    return _table(_csv_lines(path), path, source, roles)
+    return _table(_csv_lines(path, source), path, source, roles)
 
 
-def _tsv_lines(path: Path) -> Lines:
-    return ((n, line.split("\t")) for n, line in enumerate(lines(path), 1))
+def _tsv_lines(path: Path, source: Source) -> Lines:
+    return ((n, line.split("\t")) for n, line in enumerate(lines(path, source.encoding), 1))
 
 
-def _csv_lines(path: Path) -> Lines:
+def _csv_lines(path: Path, source: Source) -> Lines:
     # A document may be longer than the 128 KB that csv takes at first.
     csv.field_size_limit(1 << 30)
-    reader = csv.reader((f"{line}\n" for line in lines(path)), strict=True)
+    found = (f"{line}\n" for line in lines(path, source.encoding))
+    head = [*islice(found, LOOK)]
+    delimiter = source.delimiter or _delimiter(head, path)
+    reader = csv.reader(chain(head, found), strict=True, delimiter=delimiter)
     try:
         for row in reader:
             if row:
@@ -273,25 +472,62 @@ def _csv_lines(path: Path) -> Lines:
         raise DataError(f"line {reader.line_num} of {path} is no CSV: {error}") from None
 
 
+def _delimiter(head: list[str], path: Path) -> str:
+    """The first of DELIMITERS that cuts these lines into as many columns each, and more than one; else the first."""
+    for mark in DELIMITERS:
+        # The last row may go on behind these lines.
+        rows = [row for row in csv.reader(head, delimiter=mark) if row]
+        rows = rows[:-1] if len(head) == LOOK else rows
+        if len({len(row) for row in rows}) == 1 and len(rows[0]) > 1:
+            if mark != DELIMITERS[0]:
+                notice(f"columns of {path} are parted by {mark!r}; delimiter says another one")
+            return mark
+    return DELIMITERS[0]
+
+
 def _table(rows: Lines, path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
-    first = next(rows, None)
-    if first is None:
+    head = [*islice(rows, LOOK)]
+    if not head:
         return
-    names, header = [source.column(role) for role in roles], source.header
+    first, names, header = head[0][1], [source.column(role) for role in roles], source.header
     if header is None:
         header = not all(str(name).isdecimal() for name in (*names, *source.columns.values()))
-    places = [_place(name, first[1], header, path, role) for name, role in zip(names, roles)]
-    width = len(first[1])
-    if not header:
-        yield {role: first[1][i] for role, i in zip(roles, places)}
-    for number, row in rows:
+        if not header and _titled([row for _, row in head], [int(name) for name in names]):
+            header = True
+            listed = ", ".join(map(repr, first))
+            notice(
+                f"the first line of {path} is taken for the names of its columns ({listed:.80}), and is no example; "
+                "header = false reads it as one"
+            )
+    places = [_place(name, first, header, path, role) for name, role in zip(names, roles)]
+    width = len(first)
+    for number, row in chain(head[1:] if header else head, rows):
         if row == [""] and width > 1:
             continue
         if len(row) != width:
             raise DataError(
                 f"line {number} of {path} has {len(row)} columns, the first line {width}; they must be the same"
             )
-        yield {role: row[i] for role, i in zip(roles, places)}
+        yield Record({role: row[i] for role, i in zip(roles, places)}, f"line {number} of {path}")
+
+
+def _titled(rows: list[list[str]], places: list[int]) -> bool:
+    """Whether the first row looks like the names of columns, in one of these: a word that columns are called by, words
+    over numbers, or one that never comes back over a few others that do. Numbers are no names."""
+    columns = [[row[i].strip() for row in rows if i < len(row)] for i in places]
+    columns = [column for column in columns if column]
+    if not columns or any(_is_number(column[0]) for column in columns):
+        return False
+    for first, *rest in columns:
+        counts = Counter(rest)
+        few = len(rest) > 5 and first not in counts and min(counts.values()) > 1
+        if first.lower() in TITLES.split() or few or (len(rest) > 1 and all(map(_is_number, rest))):
+            return True
+    return False
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"[-+]?\d+([.,]\d+)?", text) is not None
 
 
 def _place(name: str, first: list[str], header: bool, path: Path, role: str) -> int:
@@ -309,13 +545,13 @@ def _place(name: str, first: list[str], header: bool, path: Path, role: str) -> 
 
 
 def _jsonl(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
-    for number, row in json_rows(path):
+    for number, row in json_rows(path, source.encoding):
         yield _picked(row, source, roles, f"line {number} of {path}")
 
 
-def json_rows(path: Path) -> Iterator[tuple[int, Record]]:
+def json_rows(path: Path, encoding: str = "utf-8") -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a JSONL file, with the numbers of their lines."""
-    for number, line in enumerate(lines(path), 1):
+    for number, line in enumerate(lines(path, encoding), 1):
         if not line.strip():
             continue
         try:
@@ -324,10 +560,24 @@ def json_rows(path: Path) -> Iterator[tuple[int, Record]]:
             raise DataError(f"line {number} of {path} is no JSON: {error}") from None
         if not isinstance(row, dict):
             raise DataError(f"line {number} of {path} is no JSON object but {type(row).__name__}")
+        check_pairs(line, row, f"line {number} of {path}")
         yield number, row
 
 
-def _picked(row: Record, source: Source, roles: Sequence[str], where: str) -> Record:
+def check_pairs(text: str, data: Any, where: str) -> None:
+    """Refuse what is no text in the data of this JSON text: one half of a surrogate pair, as in "\\ud83d"."""
+    if not re.search(r"\\u[dD][89a-fA-F]", text):
+        return
+    try:
+        json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise DataError(
+            f"{where} has {half} alone, which is half a character and no text; write both halves, or leave it out"
+        ) from None
+
+
+def _picked(row: dict[str, Any], source: Source, roles: Sequence[str], where: str) -> Record:
     if "second" in roles and row.keys() >= SPAN and not source.columns:
         try:
             row = _span(*map(row.get, ("question", "context", "answers")))
@@ -341,12 +591,12 @@ def _picked(row: Record, source: Source, roles: Sequence[str], where: str) -> Re
     if missing:
         have = ", ".join(map(repr, row))
         raise UsageError(f"{where} has no {missing[0]!r}; it has: {have} (`columns` says which)")
-    return {role: row.get(name) for role, name in names.items()}
+    return Record({role: row.get(name) for role, name in names.items()}, where)
 
 
-def _span(question: Any, context: Any, answers: Any) -> Record:
+def _span(question: Any, context: Any, answers: Any) -> dict[str, Any]:
     """A question on a text, as SQuAD has it: the first answer, None where the text has none (SQuAD 2.0)."""
-    row: Record = {"text": question, "second": context, "start": None, "end": None}
+    row: dict[str, Any] = {"text": question, "second": context, "start": None, "end": None}
     if isinstance(answers, dict):
         pairs = [*zip(answers["answer_start"], answers["text"])]
     else:
@@ -368,7 +618,7 @@ def _squad(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]
     """Questions on a text: `text` is the question, `second` the text, `start` and `end` the answer's characters. A file
     that is a list has its examples in it."""
     try:
-        data = _json(path)
+        data, number = _json(path, source), 0
         if isinstance(data, list):
             for i, row in enumerate(data, 1):
                 yield _picked(dict(row), source, roles, f"example {i} of {path}")
@@ -377,7 +627,9 @@ def _squad(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]
             for paragraph in article["paragraphs"]:
                 for asked in paragraph["qas"]:
                     row = _span(asked["question"], paragraph["context"], asked["answers"])
-                    yield {role: row[role] for role in roles}
+                    number += 1
+                    where = f"question {number} of {path}"
+                    yield Record({role: row[role] for role in roles}, where)
     except UsageError:
         raise
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
@@ -387,10 +639,11 @@ def _squad(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]
         ) from None
 
 
-def _json(path: Path) -> Any:
-    with opened(path) as stream:
-        text = decoded(stream.read(), path)
-    return json.loads(text)
+def _json(path: Path, source: Source) -> Any:
+    text = "".join(chunks(path, source.encoding))
+    data = json.loads(text)
+    check_pairs(text, data, str(path))
+    return data
 
 
 # --- what the package `datasets` reads -----------------------------------------------------------------------------
@@ -399,10 +652,11 @@ def _json(path: Path) -> Any:
 def _dataset(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
     """Parquet and Arrow files; or a data set by its name on the hub, such as stanfordnlp/sst2:train, which is the only
     thing here that may use the network."""
-    return (_picked(row, source, roles, str(path)) for row in _dataset_rows(path, source))
+    rows = enumerate(_dataset_rows(path, source), 1)
+    return (_picked(row, source, roles, f"row {number} of {path}") for number, row in rows)
 
 
-def _dataset_rows(path: Path, source: Source) -> Iterator[Record]:
+def _dataset_rows(path: Path, source: Source) -> Iterator[dict[str, Any]]:
     kind = format_of(path, source.format)
     load = needed("datasets", f"reading {kind}", "datasets").load_dataset
     name, split, files = kind, "train", {"data_files": str(path)}
@@ -431,7 +685,7 @@ READERS: dict[str, Callable[[Path, Source, Sequence[str]], Iterator[Record]]] = 
 ARRAYS = ("npz", "npy", "idx", "images")
 
 
-def first_rows(source: Source, most: int) -> list[Record] | None:
+def first_rows(source: Source, most: int) -> list[dict[str, Any]] | None:
     """The first rows of the first file, with all their columns, at most so many; None of plain text and of pictures,
     which have none. Of SQuAD's form one row stands for all."""
     path = source.files()[0]
@@ -440,7 +694,7 @@ def first_rows(source: Source, most: int) -> list[Record] | None:
         return None
     rows: list[Any]
     if kind in ("csv", "tsv"):
-        table = _csv_lines(path) if kind == "csv" else _tsv_lines(path)
+        table = (_csv_lines if kind == "csv" else _tsv_lines)(path, source)
         cells = [row for _, row in islice(table, most + 1)]
         named = source.header is not False
         names = [name if named else str(i) for i, name in enumerate(cells[0] if cells else [])]
@@ -449,13 +703,17 @@ def first_rows(source: Source, most: int) -> list[Record] | None:
         rows = rows or [dict.fromkeys(names)][: len(cells)]
     elif kind == "squad":
         try:
-            data = _json(path)
+            data = _json(path, source)
+        except UsageError:
+            raise
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path} is no JSON: {error}") from None
         rows = data[:most] if isinstance(data, list) else [dict.fromkeys(sorted(SPAN))]
     else:
         read = (
-            (row for _, row in json_rows(path)) if kind == "jsonl" else _dataset_rows(path, source)
+            (row for _, row in json_rows(path, source.encoding))
+            if kind == "jsonl"
+            else _dataset_rows(path, source)
         )
         rows = [*islice(read, most)]
     if not rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import decoders
 
 from regard.data.feed import IGNORE, UNANSWERED
-from regard.data.read import DataError, Record, Source, pictures, records
+from regard.data.read import DataError, LongText, Record, Source, Text, pictures, records
 from regard.data.shards import Writer, token_dtype
 from regard.errors import UsageError
 from regard.text.build import blaming
@@ -46,6 +46,7 @@ class Coder:
         # The token after which a second text begins, where the second is of another type (BERT's segments).
         self.divider = self.between[-1] if self.between and typed else None
         self.end = special.eos[0] if special.eos else None
+        self.end_text = "" if self.end is None else core.id_to_token(self.end) or ""
         starts = (special.start, special.bos, special.pad, self.end)
         self.start = next((i for i in starts if i is not None), None)
         self.pad = special.pad if special.pad is not None else self.end or 0
@@ -140,15 +141,17 @@ class Filling:
 
     def __post_init__(self) -> None:
         self.count = {"records": 0, "empty": 0, "tokens": 0, "unknown": 0}
+        self.spelled = 0
+        self.end_text = "" if self.coder is None else self.coder.end_text
 
     def chunks(self, *roles: str) -> Iterator[list[Record]]:
         """Records, as many as are encoded at once; one that is long comes by itself."""
         chunk: list[Record] = []
         size = 0
-        for record in records(self.source, roles):
+        for record in records(self.source, roles, long=True):
             self.count["records"] += 1
             more = sum(len(v if isinstance(v, str) else repr(v)) for v in record.values()) + 1
-            long = more > 2 * PIECE
+            long = more > 2 * PIECE or isinstance(record.get("text"), LongText)
             if long and chunk:
                 yield chunk
                 chunk, size = [], 0
@@ -167,8 +170,20 @@ class Filling:
     def texts(self, chunk: list[Record], role: str) -> list[str]:
         for record in chunk:
             if not isinstance(record[role], str):
-                raise DataError(f"{role} must be text, one is {record[role]!r:.60}")
-        return [record[role] for record in chunk]
+                raise DataError(f"{record.where}: {role} must be text, got {shown(record[role])}")
+        texts = [record[role] for record in chunk]
+        self.spell(texts)
+        return texts
+
+    def spell(self, texts: Iterable[str]) -> None:
+        """Count where a text spells the token that ends a document."""
+        if self.end_text:
+            self.spelled += sum(text.count(self.end_text) for text in texts)
+
+    def piece(self, text: str) -> list[int]:
+        """The ids of a piece of a long text."""
+        self.spell([text])
+        return self.counted(self.coder.encode([text]))[0]
 
     def counted(self, rows: list[list[int]]) -> list[list[int]]:
         self.count["tokens"] += sum(map(len, rows))
@@ -189,6 +204,8 @@ class Filling:
         if self.count["records"] == self.count["empty"]:
             raise DataError(f"{', '.join(self.source.paths)}: every example is empty")
         self.writer.notes = {**self.count, **notes}
+        if self.spelled:
+            self.writer.notes["spelled"] = self.spelled
 
 
 def fill_documents(filling: Filling, masked: bool = False) -> None:
@@ -201,9 +218,9 @@ def fill_documents(filling: Filling, masked: bool = False) -> None:
     prompts: list[int] = []
     after = [*coder.after] if masked else end
     for chunk in filling.chunks(*roles):
-        texts = [] if paired or len(chunk) > 1 else filling.texts(chunk, "text")
-        if texts and len(text := texts[0]) > 2 * PIECE:
-            encoded = (filling.counted(coder.encode([part]))[0] for part in pieces(text, coder))
+        text = None if paired or len(chunk) > 1 else chunk[0]["text"]
+        if isinstance(text, LongText) or (isinstance(text, str) and len(text) > 2 * PIECE):
+            encoded = (filling.piece(part) for part in pieces(text, coder))
             whole = chain([coder.before], encoded, [after])
             filling.writer.long("ids", whole, token_dtype(coder.vocab))
             continue
@@ -217,25 +234,37 @@ def fill_documents(filling: Filling, masked: bool = False) -> None:
     filling.done()
 
 
-def pieces(text: str, coder: Coder) -> Iterator[str]:
+def pieces(text: Text, coder: Coder) -> Iterator[str]:
     """A text in pieces of about PIECE characters whose ids, end to end, are those of the whole: encoding it at once
-    takes a hundred bytes and more for a character. A cut stands between two words if it can, and is taken where it
-    leaves the ids of the text around it as they are."""
-    first = 0
-    while len(text) - first > 2 * PIECE:
-        near = text[first + PIECE : first + 2 * PIECE]
-        kinds = (r"(?<=\w) (?=\w)", r"(?<=\S)(?=\s)", "")
-        for spot in chain(*(islice(re.finditer(kind, near), CUTS) for kind in kinds)):
-            cut = first + PIECE + spot.start()
-            left, right = text[cut - AROUND : cut], text[cut : cut + AROUND]
-            one, two, both = coder.encode([left, right, left + right])
-            if one + two == both:
-                break
-        else:
-            break
-        yield text[first:cut]
-        first = cut
-    yield text[first:]
+    takes a hundred bytes and more for a character."""
+    held = ""
+    parts = iter([text] if isinstance(text, str) else text)
+    for part in parts:
+        held, first = held + part, 0
+        while len(held) - first > 2 * PIECE:
+            cut = _cut(held, first, coder)
+            if cut is None:
+                # Nowhere can the rest be cut.
+                yield "".join([held[first:], *parts])
+                return
+            yield held[first:cut]
+            first = cut
+        held = held[first:]
+    yield held
+
+
+def _cut(text: str, first: int, coder: Coder) -> int | None:
+    """Where a piece that begins at `first` ends: between two words if it can, and where it leaves the ids of the text
+    around it as they are."""
+    near = text[first + PIECE : first + 2 * PIECE]
+    kinds = (r"(?<=\w) (?=\w)", r"(?<=\S)(?=\s)", "")
+    for spot in chain(*(islice(re.finditer(kind, near), CUTS) for kind in kinds)):
+        cut = first + PIECE + spot.start()
+        left, right = text[max(cut - AROUND, 0) : cut], text[cut : cut + AROUND]
+        one, two, both = coder.encode([left, right, left + right])
+        if one + two == both:
+            return cut
+    return None
 
 
 def fill_chats(filling: Filling) -> None:
@@ -316,15 +345,13 @@ def fill_learned(
     names: Sequence[str],
 ) -> None:
     """Columns of ids, and beside each which of them are learned."""
-    first = 1
     for chunk in filling.chunks(*roles):
         rows = []
-        for number, record in enumerate(chunk, first):
+        for record in chunk:
             try:
                 rows += rows_of(record)
             except UsageError as error:
-                raise DataError(f"example {number}: {error}") from None
-        first += len(chunk)
+                raise DataError(f"{record.where}: {error}") from None
         kept = filling.add(**{n: filling.counted([row[n][0] for row in rows]) for n in names})
         for n in names:
             filling.writer.extend(f"{n}_learned", [rows[i][n][1] for i in kept], "uint8")
@@ -344,7 +371,7 @@ def fill_classified(filling: Filling) -> None:
     number = filling.numbers(lambda: classes_of(filling.source, "label"))
     labels: list[int] = []
     for chunk in filling.chunks("text", "label", *more):
-        chosen = [number[name_of(record["label"])] for record in chunk]
+        chosen = [number[name_of(record["label"], record.where)] for record in chunk]
         parts = [filling.coder.encode(filling.texts(chunk, role)) for role in ("text", *more)]
         between = [*filling.coder.between] if more else []
         rows = [[*one, *between, *chain(*rest)] if one else [] for one, *rest in zip(*parts)]
@@ -361,11 +388,13 @@ def fill_tagged(filling: Filling) -> None:
         for record in chunk:
             words, tags = record["words"], record["tags"]
             if not isinstance(words, list) or not isinstance(tags, list) or len(words) != len(tags):
-                raise DataError(f"words and tags must be lists of one length, got {record!r:.80}")
+                raise DataError(
+                    f"{record.where}: words and tags must be lists of one length, got {record!r:.80}"
+                )
         texts = [" ".join(map(str, record["words"])) for record in chunk]
         for record, (row, spans) in zip(chunk, filling.coder.located(texts)):
             ends = np.cumsum([len(str(word)) + 1 for word in record["words"]]).tolist()
-            tags = [number[name_of(tag)] for tag in record["tags"]]
+            tags = [number[name_of(tag, record.where)] for tag in record["tags"]]
             label, word = [IGNORE] * len(row), -1
             for i, (_, end) in enumerate(spans):
                 here = int(np.searchsorted(ends, end - 1, side="right"))
@@ -396,7 +425,8 @@ def fill_answers(filling: Filling) -> None:
                 start, end = int(record["start"]), int(record["end"])
             except (TypeError, ValueError):
                 raise DataError(
-                    f"start and end of an answer are numbers of characters, counted from 0; got {record!r:.80}"
+                    f"{record.where}: start and end of an answer are numbers of characters, counted from 0; got "
+                    f"{record!r:.80}"
                 ) from None
             inside = [i for i, (a, b) in enumerate(places) if a < end and b > start]
             span = (len(head) + inside[0], len(head) + inside[-1]) if inside else (IGNORE, IGNORE)
@@ -468,7 +498,8 @@ def classes_of(source: Source, role: str) -> list[str]:
     names: set[str] = set()
     for record in records(source, (role,)):
         value = record[role]
-        names |= {name_of(v) for v in (value if isinstance(value, list) else [value])}
+        each = value if isinstance(value, list) else [value]
+        names |= {name_of(v, record.where) for v in each}
     return ordered(names)
 
 
@@ -479,7 +510,12 @@ def ordered(names: set[str], least: int = 2) -> list[str]:
     return sorted(names, key=lambda name: (int(name), name) if numbers else (0, name))
 
 
-def name_of(label: Any) -> str:
+def name_of(label: Any, where: str) -> str:
     if not isinstance(label, str | int):
-        raise DataError(f"a label must be a name or a whole number, one is {label!r:.60}")
+        raise DataError(f"{where}: a label must be a name or a whole number, got {shown(label)}")
     return str(label)
+
+
+def shown(value: Any) -> str:
+    """A value as the file has it."""
+    return "null" if value is None else f"{value!r:.60}"

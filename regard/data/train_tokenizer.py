@@ -22,6 +22,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from regard.config import Count, settings
+from regard.data.read import Text
 from regard.errors import UsageError, check_choice, nearest
 from regard.files import write_whole
 from regard.text.build import END, SPACE, STYLES, blaming
@@ -39,8 +40,9 @@ PARTS = tuple(STYLES["roberta"])
 INSIDE = "##"
 # The first of 131,000 characters that no text should have.
 PRIVATE = 0xF0000
-# Characters of a text that are read at once, and of a word: longer ones are learned from in parts.
-PART, LONG = 1 << 20, 128
+# Characters of a text that are read at once; where it has no space; and of a word: longer ones are
+# learned from in parts.
+PART, WORDLESS, LONG = 1 << 16, 1 << 20, 128
 # Characters of a piece.
 LONGEST = 16
 SEEDS = 1_000_000
@@ -116,7 +118,7 @@ class Recipe:
         return ends[0], ends[1]
 
 
-def train_tokenizer(texts: Iterable[str], recipe: Recipe) -> dict[str, bytes]:
+def train_tokenizer(texts: Iterable[Text], recipe: Recipe) -> dict[str, bytes]:
     """The files of the tokenizer, name -> bytes."""
     first, last = recipe.ends
     parts = (part for text in texts for part in _parts(text))
@@ -145,16 +147,21 @@ def train_tokenizer(texts: Iterable[str], recipe: Recipe) -> dict[str, bytes]:
     }
 
 
-def _parts(text: str) -> Iterator[str]:
+def _parts(text: Text) -> Iterator[str]:
     """A long text in parts, cut before a space where there is one: the library takes a hundred
-    bytes and more for a character of what it reads at once."""
-    first = 0
-    while len(text) - first > PART:
-        space = text.rfind(" ", first + PART // 2, first + PART)
-        cut = first + PART if space < 0 else space
-        yield text[first:cut]
-        first = cut
-    yield text[first:]
+    bytes and more for a character of what it reads at once, and asks for 256 parts before it
+    reads."""
+    held = ""
+    for more in [text] if isinstance(text, str) else text:
+        held, first = held + more, 0
+        while len(held) - first > WORDLESS:
+            space = held.rfind(" ", first + PART // 2, first + PART)
+            space = held.find(" ", first + PART, first + WORDLESS) if space < 0 else space
+            cut = first + WORDLESS if space < 0 else space
+            yield held[first:cut]
+            first = cut
+        held = held[first:]
+    yield held
 
 
 def write_files(folder: Path, files: dict[str, bytes]) -> Path:

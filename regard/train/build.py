@@ -22,8 +22,8 @@ from regard.data.config import CHATS, Data, Loaded, text_roles
 from regard.data.config import load as load_data
 from regard.data.corrupt import Marks
 from regard.data.feed import CaptionFeed, Feed, ImageFeed, Objective, TextFeed
-from regard.data.read import records, wording
-from regard.data.tokens import Coder
+from regard.data.read import LongText, Text, records, wording
+from regard.data.tokens import Coder, shown
 from regard.data.train_tokenizer import train_tokenizer, write_files
 from regard.errors import DATA, Fault, UsageError, blaming
 from regard.fast import train as fast
@@ -309,14 +309,15 @@ def tokenizer_files(config: Config, start: Any, folder: Path) -> dict[str, bytes
     return files
 
 
-def texts_of(config: Config) -> Iterator[str]:
+def texts_of(config: Config) -> Iterator[Text]:
     """All texts of the training data, each side for itself."""
     roles = text_roles(TASKS[config.task][0], config.data)
-    for record in records(config.data.source(), roles):
-        for value in (record[role] for role in roles):
+    for record in records(config.data.source(), roles, long=True):
+        for role in roles:
+            value = record[role]
             text = wording(value) if isinstance(value, list | None) else value
-            if not isinstance(text, str):
-                raise Fault(f"{' and '.join(roles)} must be text, one is {value!r:.60}", DATA)
+            if not isinstance(text, str | LongText):
+                raise Fault(f"{record.where}: {role} must be text, got {shown(value)}", DATA)
             yield text
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from regard.checkpoint import load
 from regard.config import from_dict
 from regard.data.config import SETTINGS
-from regard.data.read import ARRAYS, Record, Source, first_rows, format_of
+from regard.data.read import ARRAYS, Source, first_rows, format_of
 from regard.errors import DATA, UsageError, blaming, check_choice, notice
 from regard.files import resolve_model
 from regard.machine import pick_device
@@ -170,7 +170,7 @@ def decide(
     return tables
 
 
-def _few(source: Source, rows: list[Record] | None) -> bool:
+def _few(source: Source, rows: list[dict[str, Any]] | None) -> bool:
     """Whether a share of the data would be less than one example, or some words."""
     files = source.files()
     if len(files) > 1 or format_of(files[0], source.format) in ARRAYS:
@@ -185,7 +185,7 @@ def chat_templates(model: Any) -> bool:
 
 
 def chosen_task(
-    source: Source, rows: list[Record] | None, task: str | None, kind: str, model: Any
+    source: Source, rows: list[dict[str, Any]] | None, task: str | None, kind: str, model: Any
 ) -> tuple[str, dict[str, str]]:
     """The task of files for a kind of model, and the columns of its roles: by the names of the columns, the same in
     every format. What is read otherwise than its names say, or not read, is told."""

@@ -214,7 +214,7 @@ def test_bad_chats_are_refused_in_a_sentence(
         tmp_path / "chats.jsonl",
         [{"messages": [USER, REPLY]}] * bool(source == CHATML) + [{"messages": row}],
     )
-    with pytest.raises(DataError, match=f"example {1 + (source == CHATML)}: .*{wrong}"):
+    with pytest.raises(DataError, match=f"^line {1 + (source == CHATML)} of .*: .*{wrong}"):
         load("chat", Data(str(file), length=64, rows=1), Coder(read), tmp_path / "shards")
 
 

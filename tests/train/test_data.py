@@ -272,9 +272,9 @@ def test_file_that_changes_while_it_is_read_makes_no_shards(
         settings = {"train": train, "target": beside, "rows": 2}
     changing, plain = Path(beside if task == "seq2seq" else train), tokens.records
 
-    def records(source: Source, roles: Any) -> Iterator[Any]:
+    def records(source: Source, roles: Any, long: bool = False) -> Iterator[Any]:
         change(changing) if when == "before" else None
-        for i, record in enumerate(plain(source, roles)):
+        for i, record in enumerate(plain(source, roles, long)):
             yield record
             change(changing) if (when, i) == ("between", 3) else None
         change(changing) if when == "after" else None
@@ -290,6 +290,56 @@ def test_file_that_changes_while_it_is_read_makes_no_shards(
     bench.load(task, ours, **settings)
     made_of = read_manifest(bench.folder / "shards" / "train")["made_of"]
     assert made_of["beside" if task == "seq2seq" else "sources"] == [sha256(changing)]
+
+
+def test_end_token_that_texts_spell_is_told(bench: Bench, tmp_path: Path) -> None:
+    """Between stories, most likely; the marker makes ends of them."""
+    story = put(tmp_path / "a.txt", "one<|endoftext|>two<|endoftext|>three")
+    settings: dict[str, Any] = {"train": story, "length": 60, "rows": 2}
+    ours = coder("lm", "bpe")
+    for _ in range(2):  # shards that are used again say it too
+        with pytest.warns(Notice, match=r"spell <\|endoftext\|>.* 2 times.* marker = '<\|endofte"):
+            loaded = bench.load("lm", ours, **settings)
+    assert loaded.notes["spelled"] == 2 and loaded.notes["records"] == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = bench.load("lm", ours, marker="<|endoftext|>", **settings)
+    assert loaded.notes["records"] == 3 and "spelled" not in loaded.notes
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "sentence"),
+    [
+        ("lm", {"text": None}, "text must be text, got null"),
+        ("lm", {"text": 3}, "text must be text, got 3"),
+        ("seq2seq", {"source": "a", "target": None}, "target must be text, got null"),
+        ("classify", {"text": None, "label": "x"}, "text must be text, got null"),
+        ("classify", {"text": "a", "label": 1.5}, "a label must be a name or a whole number, got 1.5"),
+        ("classify", {"text": "a", "label": None}, "a label must be a name or a whole number, got null"),
+        ("tag", {"words": ["a"], "tags": [0.5]}, "a label must be a name or a whole number, got 0.5"),
+        ("tag", {"words": ["a"], "tags": []}, "words and tags must be lists of one length"),
+        ("answer", {"text": "a", "second": None, "start": 0, "end": 1}, "second must be text, got null"),
+        ("answer", {"text": "a", "second": "b", "start": "x", "end": 1}, "start and end of an answer"),
+        ("prefer", {"prompt": "a", "chosen": "", "rejected": "b"}, "chosen is empty"),
+        ("chat", {"messages": []}, "messages must be a list"),
+    ],
+)  # fmt: skip
+def test_value_that_cannot_be_is_named_with_its_file_and_line(
+    task: str, row: dict[str, Any], sentence: str, bench: Bench, tmp_path: Path
+) -> None:
+    good: dict[str, Any] = {
+        "lm": [{"text": "a"}], "seq2seq": [{"source": "a", "target": "b"}],
+        "classify": [{"text": "a", "label": "x"}, {"text": "a", "label": "y"}],
+        "tag": [{"words": ["a", "b"], "tags": ["x", "y"]}],
+        "answer": [{"text": "a", "second": "b", "start": 0, "end": 1}],
+        "prefer": [{"prompt": "a", "chosen": "b", "rejected": "c"}],
+    }  # fmt: skip
+    rows = [json.dumps(x) for x in (*good.get(task, []), row)]
+    path = put(tmp_path / "a.jsonl", "\n\n".join(rows))
+    settings: dict[str, Any] = {"length": 8} if task in ("lm", "chat") else {}
+    kind = "mlm" if task in ("classify", "tag", "answer") else "seq2seq"
+    with pytest.raises(DataError, match=f"^line {2 * len(rows) - 1} of .*a.jsonl: {sentence}"):
+        bench.load(task, coder(kind), train=path, rows=2, **settings)
 
 
 def test_file_that_is_named_twice_is_told(bench: Bench, tmp_path: Path) -> None:
@@ -323,7 +373,7 @@ def test_table_of_a_config_file_is_read_strictly(tmp_path: Path) -> None:
     "task, name, text, sentence",
     [
         ("classify", "a.csv", "text,label\na,x\nb,x\n", "every label is 'x'; give data with two"),
-        ("classify", "a.jsonl", '{"text": 3, "label": 1}\n{"text": "a", "label": 2}\n', "text must be text, one is 3"),
+        ("classify", "a.jsonl", '{"text": 3, "label": 1}\n{"text": "a", "label": 2}\n', "line 1 .*: text must be tex"),
         ("classify", "a.jsonl", '{"text": "a", "label": 1.5}\n', "label must be a name .* 1.5"),
         ("tag", "a.jsonl", '{"words": ["a"], "tags": ["x", "y"]}\n', "lists of one length"),
         ("lm", "a.txt", "\n\n", "every example is empty"),

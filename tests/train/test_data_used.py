@@ -22,6 +22,8 @@ VALUES: dict[str, Any] = {  # another value than the default, for every setting
     "marker": "<|endoftext|>",
     "columns": {"text": 0},
     "header": True,
+    "delimiter": ";",
+    "encoding": "latin-1",
     "size": 8,
     "length": 16,
     "rows": 4,
@@ -38,7 +40,7 @@ VALUES: dict[str, Any] = {  # another value than the default, for every setting
 ALL = {"valid", "held", "format", "rows", "weights"}
 PICTURES = {"size", "shift", "flip", "erase", "paste"}
 BESIDE = {"target", "valid_target"}
-TEXTS = {"header", "columns", "length", "tokens", "overlong", "multiple"}
+TEXTS = {"header", "columns", "length", "tokens", "overlong", "multiple", "delimiter", "encoding"}
 READS = {  # task -> a file it reads, and the settings it uses
     "lm": ("a.txt", TEXTS | BESIDE | {"unit", "marker", "pack"}),
     "mlm": ("a.txt", TEXTS | BESIDE | {"unit", "marker", "pack"}),

@@ -2,14 +2,17 @@
 
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from regard.data import tokens
+from regard.data import read, tokens
 from regard.data import train_tokenizer as learning
 from regard.data.config import shards_of
-from regard.data.read import Source
+from regard.data.read import Source, records
 from regard.data.tokens import Coder
 from regard.data.train_tokenizer import KINDS, Recipe, train_tokenizer
 from regard.text import Tokenizer, needed
@@ -36,9 +39,12 @@ def test_pieces_have_the_ids_of_the_whole(
     whole = shards_of("lm", source, coder, tmp_path / "whole", None)
     monkeypatch.setattr(tokens, "PIECE", 40)
     monkeypatch.setattr(tokens, "AROUND", 20)
-    cut = shards_of("lm", source, coder, tmp_path / "cut", None)
-    assert cut.columns["ids"][0].tolist() == whole.columns["ids"][0].tolist()
-    assert len(cut.columns["ids"]) == 1 and cut.notes == whole.notes
+    for chunk in (1 << 20, 100):
+        # The second is read in parts, and never held whole.
+        monkeypatch.setattr(read, "CHUNK", chunk)
+        cut = shards_of("lm", source, coder, tmp_path / f"cut-{chunk}", None)
+        assert cut.columns["ids"][0].tolist() == whole.columns["ids"][0].tolist()
+        assert len(cut.columns["ids"]) == 1 and cut.notes == whole.notes
     if text == "words":
         assert len(list(tokens.pieces(TEXTS[text], coder))) > 8
 
@@ -62,9 +68,31 @@ def test_tokenizer_learned_from_parts_is_that_of_the_text(
     recipe = Recipe(kind, vocab=60 if kind in ("wordpiece", "unigram") else 300)
     text = "so it was the best of times and it was the worst of times " * 12
     whole = train_tokenizer([text], recipe)
-    monkeypatch.setattr(learning, "PART", 80)
+    monkeypatch.setattr(learning, "PART", 40)
+    monkeypatch.setattr(learning, "WORDLESS", 80)
     assert len(list(learning._parts(text))) > 8 and "".join(learning._parts(text)) == text
     assert train_tokenizer([text], recipe) == whole
+    # In parts that come one by one too, wherever those are cut.
+    for size in (1, 7, 100):
+        parts = [text[i : i + size] for i in range(0, len(text), size)]
+        assert "".join(learning._parts(parts)) == text
+        assert train_tokenizer([parts], recipe) == whole
+
+
+def test_file_that_is_one_document_is_never_held_whole(tmp_path: Path) -> None:
+    """Neither where it is encoded nor where a tokenizer is learned from it: 40 MB in 8."""
+    (tmp_path / "a.txt").write_text(WORDS * 480_000)
+    (record,) = records(Source((str(tmp_path / "a.txt"),)), ("text",), long=True)
+    coder: Any = SimpleNamespace(encode=lambda texts: [[ord(c) for c in text] for text in texts])
+    for parts in (
+        lambda: tokens.pieces(record["text"], coder),
+        lambda: learning._parts(record["text"]),
+    ):
+        tracemalloc.start()
+        size = sum(len(part) for part in parts())
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert size == 480_000 * len(WORDS) and peak < 8_000_000
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:

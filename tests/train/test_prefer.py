@@ -182,7 +182,7 @@ def test_texts_stand_as_they_are(tmp_path: Path) -> None:
     ],
 )
 def test_bad_pairs_are_refused_in_a_sentence(row: Any, wrong: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=f"example 1: .*{wrong}"):
+    with pytest.raises(DataError, match=f"^line 1 of .*: .*{wrong}"):
         read(tmp_path, row)
 
 

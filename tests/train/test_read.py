@@ -1,20 +1,26 @@
 """Files of every format give the same records, and each mistake one sentence."""
 
+import bz2
 import gzip
+import io
 import json
 import lzma
+import re
 import sys
 import tracemalloc
 import types
+import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from regard.data import read as module
 from regard.data.read import DataError, Record, Source, format_of, matching_files, records
 from regard.data.shards import sha256
-from regard.errors import UsageError
+from regard.errors import Notice, UsageError
 
 ROWS = [("good, film", "1"), ('says "no"', "0"), ("über 😀 \u2028 \x0b שלום", "1")]
 CSV = 'text,label\n"good, film",1\n"says ""no""",0\nüber 😀 \u2028 \x0b שלום,1\n'
@@ -24,7 +30,18 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
     ".gz": gzip.compress,
     ".xz": lzma.compress,
+    ".bz2": bz2.compress,
+    ".GZ": gzip.compress,
+    ".zip": lambda data: zipped({"inside/a": data, "inside/": b"", "__MACOSX/a": b"x"}),
 }
+
+
+def zipped(files: dict[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return out.getvalue()
 
 
 def put(path: Path, text: str | bytes) -> str:
@@ -131,7 +148,8 @@ def test_questions_are_read_with_their_answers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name, format",
     [("a.txt", "text"), ("a.en", "text"), ("a", "text"), ("a.tsv.gz", "tsv"), ("a.CSV", "csv")]
-    + [("x-idx3-ubyte.gz", "idx"), ("a.npy.xz", "npy"), ("hub", "text"), ("a.hub", "text")],
+    + [("x-idx3-ubyte.gz", "idx"), ("a.npy.xz", "npy"), ("hub", "text"), ("a.hub", "text")]
+    + [("A.TSV.GZ", "tsv"), ("a.csv.bz2", "csv"), ("a.jsonl.zst", "jsonl"), ("a.csv.zip", "csv")],
 )
 def test_format_is_told_by_the_name(name: str, format: str) -> None:
     assert format_of(Path(name), "auto") == format
@@ -145,6 +163,117 @@ def test_reading_lines_needs_little_memory(tmp_path: Path) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert count == 100_000 and peak < 2_000_000
+
+
+def test_zip_file_is_read_as_what_it_holds(tmp_path: Path) -> None:
+    path = put(tmp_path / "reviews.zip", zipped({"reviews.csv": CSV.encode()}))
+    assert [row["text"] for row in read(path, roles=("text", "label"))] == [t for t, _ in ROWS]
+
+
+def test_zst_is_read_or_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = put(tmp_path / "a.txt.zst", b"no archive")
+    with monkeypatch.context() as patched:
+        for name in ("zstandard", "compression.zstd"):
+            patched.setitem(sys.modules, name, None)
+        with pytest.raises(UsageError, match=r"reading \.zst files needs .* pip install zstandard"):
+            texts(path)
+    library = pytest.importorskip("zstandard")
+    packed = library.ZstdCompressor().compress(b"one\n" * 99_999)
+    # Two frames, one after the other, are one file.
+    put(tmp_path / "a.txt.zst", packed + library.ZstdCompressor().compress(b"zwei\n"))
+    assert texts(path, unit="line") == ["one"] * 99_999 + ["zwei"]
+    for broken in (packed[:-9], b"no archive"):
+        with pytest.raises(DataError, match="a.txt.zst is a broken zst file"):
+            texts(put(tmp_path / "a.txt.zst", broken), unit="line")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "cp1252", "gb18030", "utf-8-sig"])
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 1 << 20])
+def test_text_of_any_encoding_and_line_ends_is_the_same_in_every_unit(
+    chunk: int, encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever a file is cut on the way: \\r\\n is \\n, and a \\r alone is a character."""
+    monkeypatch.setattr(module, "CHUNK", chunk)
+    text = "für\ndie\r\n\r\nKatz\re\r\r\nMaus"
+    path = put(tmp_path / "a.txt", text.encode(encoding))
+    plain = text.replace("\r\n", "\n")
+    assert texts(path, encoding=encoding) == [plain]
+    assert texts(path, encoding=encoding, unit="line") == plain.split("\n")
+    assert texts(path, encoding=encoding, unit="paragraph") == plain.split("\n\n")
+    for marker in ("Katz", "\n\n", "\r\n\r\n", "e\r", "\nMa"):
+        want = [part.strip("\n") for part in plain.split(marker.replace("\r\n", "\n"))]
+        assert texts(path, encoding=encoding, marker=marker) == want
+
+
+def test_marker_that_does_not_occur_is_told(tmp_path: Path) -> None:
+    path = put(tmp_path / "a.txt", "one\n\ntwo")
+    with pytest.warns(Notice, match="the marker '<end>' does not occur in .*a.txt, which is one"):
+        assert texts(path, marker="<end>") == ["one\n\ntwo"]
+    with pytest.warns(Notice, match="a line break is"):
+        texts(path, marker=r"\n\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert texts(path, marker="\n\n") == ["one", "two"]
+
+
+# --- delimiters and headers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mark", [";", "\t", "|"])
+@pytest.mark.parametrize("headed", [False, True])
+def test_delimiter_is_the_one_that_fits_and_is_told(
+    headed: bool, mark: str, tmp_path: Path
+) -> None:
+    rows = [*ROWS, ("one, two, three", "0"), ('"quoted" and so on', "1")]
+    quoted = ['"{}"'.format(text.replace('"', '""')) + f"{mark}{label}\n" for text, label in rows]
+    head, columns = (f"text{mark}label\n", {}) if headed else ("", {"text": 0, "label": 1})
+    path = put(tmp_path / "a.csv", head + "".join(quoted))
+    with pytest.warns(Notice, match=f"columns of .*a.csv are parted by {re.escape(repr(mark))}"):
+        found = read(path, roles=("text", "label"), columns=columns)
+    assert found == [{"text": t, "label": y} for t, y in rows]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        said = read(path, roles=("text", "label"), columns=columns, delimiter=mark)
+    assert said == found
+
+
+HEADED = {
+    "words": ["sentence\tlabel", "good film\tpos", "bad\tneg"],
+    "over numbers": ["what they said\ty", "good film\t1", "bad\t0", "so so\t1"],
+    "never again": ["what they said\tmood", *["good\tpos", "bad\tneg"] * 3],
+}
+PLAIN = {
+    "numbers": ["good film\t1", "bad\t0", "so so\t1"],
+    "names": ["good film\tpos", "bad\tneg", "so so\tpos", "x\tneg", "y\tpos", "z\tneg"],
+    "one line": ["good film\tpos"],
+    "rare class": ["fine\tneutral", *["good\tpos", "bad\tneg"] * 2],
+}
+
+
+@pytest.mark.parametrize("name", [*HEADED, *PLAIN])
+@pytest.mark.parametrize("ending", ["tsv", "csv"])
+def test_header_above_numbered_columns_is_seen_and_told(
+    ending: str, name: str, tmp_path: Path
+) -> None:
+    lines = {**HEADED, **PLAIN}[name]
+    mark = {"tsv": "\t", "csv": ","}[ending]
+    path = put(tmp_path / f"a.{ending}", "\n".join(lines).replace("\t", mark) + "\n")
+    every = [dict(zip(("text", "label"), line.split("\t"))) for line in lines]
+    asked: dict[str, Any] = {"roles": ("text", "label"), "columns": {"text": 0, "label": 1}}
+    if name in HEADED:
+        with pytest.warns(
+            Notice, match="the first line of .* is taken for the names .*header = fal"
+        ):
+            assert read(path, **asked) == every[1:]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if name in PLAIN:
+            assert read(path, **asked) == every
+        assert read(path, header=False, **asked) == every
+        if len(every) > 1:
+            assert read(path, header=True, **asked) == every[1:]
 
 
 # --- mistakes -----------------------------------------------------------------------------------------------------
@@ -166,6 +295,18 @@ MISTAKES: list[tuple[str, str | bytes, dict[str, Any], str, int]] = [
     ("a.txt.xz", b"no archive", {}, "a.txt.xz is a broken xz file", 4),
     ("a.txt.xz", lzma.compress(b"abc" * 999)[:-9], {}, "a.txt.xz is a broken xz file", 4),
     ("a.txt.gz", gzip.compress(b"abc" * 999)[:-9], {}, "a.txt.gz is a broken gz file", 4),
+    ("a.TXT.GZ", b"no archive", {}, "a.TXT.GZ is a broken gz file", 4),
+    ("a.txt.bz2", b"no archive", {}, "a.txt.bz2 is a broken bz2 file", 4),
+    ("a.txt.bz2", bz2.compress(b"abc" * 999)[:-9], {}, "a.txt.bz2 is a broken bz2 file", 4),
+    ("a.txt.zip", b"no archive", {}, "a.txt.zip is a broken zip file", 4),
+    ("a.zip", zipped({"a": b"x", "b": b"y"}), {}, "a.zip holds 2 files, not one; unpack it", 4),
+    ("a.txt", b"fi\xfcr", {}, "line 1 .* no UTF-8 text: byte 2 is 0xfc; .* encoding = 'cp1252'", 4),
+    ("a.txt", "für".encode("utf-16"), {"unit": "line"}, "encoding = 'utf-16'", 4),
+    ("a.txt", b"x", {"encoding": "utf8000"}, "encoding = 'utf8000' is unknown; give utf-8", 2),
+    ("a.txt", b"\x81", {"encoding": "cp1252"}, "no CP1252 text: byte 0 is 0x81", 4),
+    ("a.csv", "x", {"delimiter": ";;"}, "delimiter = ';;' must be one character", 2),
+    ("a.jsonl", '{"text": "a"}\n{"text": "b\\ud83d"}', {}, r"line 2 of .*a.jsonl has \\ud83d alone", 4),
+    ("a.json", '[{"text": "b\\uDE00"}]', {}, r"a.json has \\ude00 alone, which is half a char", 4),
     ("a.txt", "x", {"unit": "lines"}, "unit = 'lines' is unknown; did you mean 'line'", 2),
     ("a.txt", "x", {"format": "tvs"}, "format = 'tvs' is unknown; did you mean 'tsv'", 2),
     ("a.txt", "x", {"columns": {"lable": 1}}, "'lable' is no role; did you mean 'label'", 2),
