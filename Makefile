@@ -27,7 +27,7 @@ print(f"installed: torch {torch}, Python {sys.version.split()[0]}")
 endef
 export CHECK_TORCH
 
-.PHONY: help demo tour docs test test-kernels test-browser faults mutants bench wheel format clean
+.PHONY: help demo tour docs test test-kernels test-browser parity faults mutants bench wheel format clean
 
 help:
 	@echo "make demo    set up, then train the Transformer of 2017 on dates in 76 languages (five minutes)"
@@ -36,6 +36,7 @@ help:
 	@echo "make test    set up, then ruff, mypy and pytest"
 	@echo "make test-kernels  set up, then the Triton kernels by Triton's interpreter (installs triton, 700 MB)"
 	@echo "make test-browser  set up, then the pages in a real browser (needs Chromium: apt install chromium)"
+	@echo "make parity  set up, then hold every preset and family, in every runner, against float64 (half an hour)"
 	@echo "make faults  set up, then kill, starve, spoil and poison training runs (about fifteen minutes)"
 	@echo "make mutants  set up, then plant 150 small mistakes and see whether the tests notice (as long as several suites)"
 	@echo "make bench   set up, then time forward passes and sparse attention (run it alone)"
@@ -84,6 +85,10 @@ test-browser: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[browser,serve]"
 	@test -d build/node_modules/axe-core || npm install --silent --prefix build axe-core || true
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser
+
+# Some alone, by how their names begin: .venv/bin/python -m tests.look.walk gemma3 t5
+parity: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.look.walk
 
 # One kind alone: .venv/bin/python -m tests.faults.run kills
 faults: $(STAMP)

@@ -46,9 +46,10 @@ def test_bug_is_exit_code_5_and_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     BUGS["stale cache page"].plant(None, monkeypatch)
     done = call("parity", gpt2(), *LITTLE)
     assert done.code == 5
-    (row,) = (line for line in done.out.splitlines() if " bug " in line)
-    assert row.startswith("paged against uncached")
-    assert row.endswith("block 1 attention k read from the cache")
+    rows = [line for line in done.out.splitlines() if " bug " in line]
+    names = ["paged against uncached", "shared against alone", "packed in shared pages"]
+    assert [row.split("  ")[0] for row in rows] == names
+    assert all(row.endswith("block 1 attention k read from the cache") for row in rows)
     assert "bug: the paged run leaves what rounding can do at block 1 attention k" in done.err
 
 
@@ -89,6 +90,22 @@ def test_model_that_transformers_does_not_have_is_checked_without_it() -> None:
     assert done.code == 0, done.err
     assert "rows reordered" in done.out
     assert "left out: ours against transformers" in done.err
+
+
+def test_peer_that_cannot_be_watched_takes_no_other_check_along(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither one without blocks that we find, nor one that raises when it reads."""
+    pytest.importorskip("transformers", reason="the peer of this test; it is in the dev extra")
+    for error in (LookupError("no list of 2 blocks to watch"), RuntimeError("a kernel is missing")):
+
+        def watched(*_: Any, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr("regard.parity.record", watched)
+        done = call("parity", gpt2(), *LITTLE)
+        assert done.code == 0 and "packed against plain" in done.out
+        assert "left out: ours against transformers" in done.err and str(error.args[0]) in done.err
 
 
 @pytest.mark.parametrize(

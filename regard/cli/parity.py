@@ -26,7 +26,7 @@ HEAD = ("check", "verdict", "difference", "error", "where the error is largest")
 class Options:
     """Bug or rounding? Run a model in every way it can be run, and hold each against float64.
 
-    regard parity MODEL                    fused, cached, batched, padded, packed, bf16, GPU, transformers
+    regard parity MODEL                    fused, cached, shared, batched, packed, graph, bf16, GPU, transformers
     regard parity MODEL --tokens 100       longer rows: past a window, or what a sparse attention chooses from
     """
 
@@ -41,8 +41,9 @@ def run(options: Options) -> int:
     import torch
 
     from regard.checkpoint import load
+    from regard.decode.graphs import why_plain
     from regard.files import resolve_model
-    from regard.parity import check_weights, parity, record, sample
+    from regard.parity import check_weights, parity, sample
 
     with blaming(DATA):
         folder = resolve_model(options.model)
@@ -50,15 +51,17 @@ def run(options: Options) -> int:
         check_weights(model)
     given = sample(model, rows=options.rows, tokens=options.tokens, seed=options.seed)
     talk(f"{options.rows} random rows, each run held against float64")
-    more: dict[str, Any] = {"packed": lambda g: packed(model, g)}
+    more: dict[str, Any] = {}
     left = {}
     try:
-        theirs = peer(folder, model)
-        more["transformers"] = lambda g: record(theirs, model, g)
+        theirs = by_peer(peer(folder, model), model, given)
+        more["transformers"] = lambda _: theirs
     except LookupError as why:
         left["ours against transformers"] = str(why.args[0])
     if not torch.cuda.is_available():
         left["GPU against CPU"] = "torch finds no cuda device"
+    if model.decodes and (reason := why_plain(model, anywhere=True)):
+        left["graph against plain"] = reason
     checks = parity(model, given, more=more)
     if options.json:
         head = {"schema": SCHEMA, "model": options.model, "verdict": verdict(checks)}
@@ -69,18 +72,6 @@ def run(options: Options) -> int:
             print(f"left out: {name}: {reason}", file=sys.stderr)
         print(summary(checks), file=sys.stderr)
     return CHECK if verdict(checks) == "bug" else 0
-
-
-def packed(model: Model, given: Given) -> Trace:
-    """The model as it runs here: packed, a prompt and then token by token where it can."""
-    from regard.fast.cpu import prepare
-    from regard.parity import Runner
-
-    runner = Runner(prepare(model), given)
-    if not model.decodes:
-        return runner.alone()
-    half = given.ids.shape[1] // 2
-    return runner.cached("contiguous", [half] + [1] * (given.ids.shape[1] - half))
 
 
 def peer(folder: Path, model: Model) -> Any:
@@ -108,6 +99,20 @@ def peer(folder: Path, model: Model) -> Any:
         first = (str(error) or type(error).__name__).splitlines()[0]
         raise LookupError(f"it cannot load this folder: {first:.160}") from None
     return theirs.eval()
+
+
+def by_peer(theirs: Any, model: Model, given: Given) -> Trace:
+    """What transformers makes of the same rows; a LookupError says why nothing."""
+    from regard.parity import record
+
+    try:
+        return record(theirs, model, given)
+    except LookupError:
+        raise
+    # Whatever it is, it is theirs.
+    except Exception as error:
+        first = (str(error) or type(error).__name__).splitlines()[0]
+        raise LookupError(f"it cannot read these rows: {first:.160}") from None
 
 
 def verdict(checks: Sequence[Check]) -> str:

@@ -332,6 +332,15 @@ class Pages:
         each = (memory[pages].flatten(1, 2)[:, :s] for memory in self.mine)
         return tuple(x.masked_fill(~real.view(*real.shape, *[1] * (x.dim() - 2)), 0) for x in each)
 
+    def keep(self) -> tuple[dict[str, Tensor], Span]:
+        """All that lies in the pages of a step's rows, or of a pack's texts, and their positions, as a cache gives
+        them; past the end of a text what others left there."""
+        table = (self.table if self.pack is None else self.pack.table).long()
+        stores = self.stores[self.index]
+        each = {name: x[table].flatten(1, 2) for name, x in stores.items()}
+        size = next((x.shape[1] for x in each.values()), 0)
+        return each, Span.run(0, size, table.device)
+
     # As a cache has it: nothing is forgotten.
     window: ClassVar[None] = None
 

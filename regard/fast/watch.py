@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from regard.attention.protocol import Context, Mechanism
 from regard.attention.sparse import SparseAttention
+from regard.fast.cuda import Normed, Pages, SlotIndexer, Stream, tensor
 from regard.fast.specialise import Row, Specialise, mixed, share
-from regard.layers import Add
+from regard.layers import Add, FeedForward
+from regard.mask import Visible
 from regard.models import Model
 from regard.moe import MixtureOfExperts
 
@@ -31,8 +33,14 @@ class Watcher:
     def see(self, name: str, x: Tensor, source: bool = False) -> Tensor:
         return x
 
+    def answer(self, logits: Tensor) -> Tensor:
+        return logits
+
     def mix(self, part: WatchedMechanism, step: Step, *args: Any) -> Tensor:
         return step(*args)
+
+    def read(self, part: WatchedMechanism, ctx: Context) -> None:
+        """A part looked at what lies in the cache of `ctx` by a way of its own, not by `mix`."""
 
     def dense(self, step: Step, keys: int) -> bool:
         return step(keys)
@@ -42,6 +50,9 @@ class Watcher:
 
     def choose(self, part: WatchedExperts, step: Step, scores: Tensor, k: int) -> Tensor:
         return step(scores, k)
+
+    def chose(self, positions: Tensor) -> None:
+        """The keys (n k) of each token that an indexer chose in pages; -1 for those that there are too few of."""
 
 
 # --- the parts ----------------------------------------------------------------------------------------------------
@@ -54,7 +65,11 @@ class Watched(nn.Module):
     name: str
     source: bool
 
-    def see(self, x: Tensor, name: str = "", source: bool = False) -> Tensor:
+    def see(self, x: Any, name: str = "", source: bool = False) -> Any:
+        if isinstance(x, Stream | Normed):
+            # Of a graph's parts, which are recorded and never fed.
+            self.watcher.see(self.name + name, tensor(x), self.source or source)
+            return x
         return self.watcher.see(self.name + name, x, self.source or source)
 
 
@@ -73,17 +88,32 @@ class WatchedAdd(Watched, Add):
 
 
 class WatchedMechanism(Watched, Mechanism):
-    """Queries, what each token leaves behind, and what `mix` gives are seen."""
+    """Queries, what each token leaves behind, what is read of it, and what `wo` is given are seen, as far as this form
+    of the mechanism has them: C code and a graph make queries and look at the cache in one."""
 
     cross: bool
+    mixed: bool
+
+    def look(self, x: Any, ctx: Context) -> Tensor:
+        self.mixed = False
+        o = super().look(x, ctx)
+        if not self.mixed:
+            self.watcher.read(self, ctx)
+        return o
 
     def enter(self, x: Tensor, ctx: Context) -> tuple[Any, dict[str, Tensor]]:
         q, new = super().enter(x, ctx)
         q = (self.see(q[0], "q"), *q[1:]) if isinstance(q, tuple) else self.see(q, "q")
         return q, {key: self.see(entry, key, self.cross) for key, entry in new.items()}
 
-    def mix(self, *args: Any) -> Tensor:
-        return self.see(self.watcher.mix(self, super().mix, *args), "before wo")
+    def mix(self, q: Any, kept: Any, mask: Any, *rest: Any) -> Tensor:
+        if self.mixed or not isinstance(mask, Visible):
+            return super().mix(q, kept, mask, *rest)
+        self.mixed = True
+        return self.watcher.mix(self, super().mix, q, kept, mask, *rest)
+
+    def leave(self, o: Tensor, residual: Any = None) -> Any:
+        return super().leave(self.see(o, "before wo"), residual)
 
 
 class WatchedSparse(WatchedMechanism, SparseAttention):
@@ -92,6 +122,22 @@ class WatchedSparse(WatchedMechanism, SparseAttention):
 
     def choice(self, scores: Tensor, *rest: Any) -> Tensor:
         return self.watcher.choice(super().choice, scores, *rest)
+
+
+class WatchedIndexer(Watched, SlotIndexer):
+    def best(self, scores: Tensor, step: Pages) -> Tensor:
+        spots, (keys,) = super().best(scores, step), step.mine
+        page, there = keys.shape[1], step.chosen(spots.shape[1])
+        place = (step.table[:, None] == spots[..., None] // page).int().argmax(-1)
+        self.watcher.chose((place * page + spots % page).where(there, -1))
+        return spots
+
+
+class WatchedFeedForward(Watched, FeedForward):
+    """What lies between its two products is seen."""
+
+    def widen(self, x: Any) -> Tensor:
+        return self.see(super().widen(x), " hidden")
 
 
 class WatchedExperts(Watched, MixtureOfExperts):
@@ -109,10 +155,17 @@ class WatchedExperts(Watched, MixtureOfExperts):
         return chosen
 
 
-class WatchedStates(Model):
-    """A model of cells, which has no blocks: its states are seen."""
+class WatchedModel(Model):
+    """What the head gives is seen."""
 
     watcher: Watcher
+
+    def logits(self, hidden: Any) -> Tensor:
+        return self.watcher.answer(super().logits(hidden))
+
+
+class WatchedStates(WatchedModel):
+    """A model of cells, which has no blocks: its states are seen."""
 
     def hidden(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.watcher.see("decoder states", super().hidden(*args, **kwargs), False)
@@ -144,8 +197,10 @@ def watch(model: M, watcher: Watcher) -> M:
         if plain is None:
             return None
         kind = WatchedSparse if isinstance(plain, SparseAttention) else WatchedMechanism
-        add = added(plain.add, name, what, source)
-        new = part(kind, plain, f"{name}{what} ", source, add=add)
+        parts = {"add": added(plain.add, name, what, source)}
+        if isinstance(getattr(plain, "indexer", None), SlotIndexer):
+            parts["indexer"] = part(WatchedIndexer, plain.indexer, name, source)
+        new = part(kind, plain, f"{name}{what} ", source, **parts)
         new.cross = what == "cross-attention"
         return new
 
@@ -156,9 +211,12 @@ def watch(model: M, watcher: Watcher) -> M:
         }
         parts["attention"] = mechanism(plain.attention, name, "attention", source)
         parts["cross"] = mechanism(plain.cross, name, "cross-attention", source)
-        kind = WatchedExperts if isinstance(plain.ffn, MixtureOfExperts) else Watched
-        add = added(plain.ffn.add, name, "feed-forward", source)
-        parts["ffn"] = part(kind, plain.ffn, f"{name}feed-forward", source, add=add)
+        kind = WatchedExperts if isinstance(plain.ffn, MixtureOfExperts) else WatchedFeedForward
+        inside = {"add": added(plain.ffn.add, name, "feed-forward", source)}
+        shared = getattr(plain.ffn, "shared", None)
+        if shared is not None:
+            inside["shared"] = part(WatchedFeedForward, shared, f"{name}shared expert", source)
+        parts["ffn"] = part(kind, plain.ffn, f"{name}feed-forward", source, **inside)
         return part(Seen, plain, f"{name}output", source, **parts)
 
     parts: dict[str, Any] = {}
@@ -173,9 +231,8 @@ def watch(model: M, watcher: Watcher) -> M:
             norm=part(Seen, stack.norm, f"{name}final norm", source),
         )
         parts[reads] = part(Seen, getattr(model, reads), f"{name}embedding", source)
-    if parts:
-        return share(type(model), model, **parts)
-    twin: Any = share(mixed(WatchedStates, type(model)), model)
+    kind = WatchedModel if parts else WatchedStates
+    twin: Any = share(mixed(kind, type(model)), model, **parts)
     twin.watcher = watcher
     return twin
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from regard.attention import BACKENDS
 from regard.block import Block
-from regard.cache import Contiguous, Paged
+from regard.cache import Contiguous, Paged, Pool
 from regard.cache.base import Cache
 from regard.mask import Causal, Span, Visible
 
@@ -28,6 +28,7 @@ class Bug:
     where: str
     plant: Plant
     check: str = "fused against reference"  # one that must see it
+    tokens: int = 7  # of a row
 
 
 def block(model: Any) -> Any:
@@ -246,6 +247,21 @@ def stale_page(model: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Paged, "_read", read)
 
 
+def not_copied(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """A page that is partly filled goes to a second row without what is in it."""
+    patch.setattr(Pool, "copy", lambda self, source, target: None)
+
+
+def not_its_own(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """Two rows write to a page that both hold."""
+    patch.setattr(Paged, "_make_own", lambda self, row, place: [])
+
+
+def lost_too_early(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """Pages that a second row holds are free when the first one is given up."""
+    patch.setattr(Pool, "hold", lambda self, page: self.idle.pop(page, None))
+
+
 def not_reordered(model: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Contiguous, "take", lambda self, rows, common=0: self)
 
@@ -306,7 +322,7 @@ BUGS: dict[str, Bug] = {
     "dropped bias": Bug("gqa", "block 1 attention v", part("attention.wv", no_bias)),
     "eps of a norm": Bug("gqa", "block 1 norm 3", part("norm3", eps)),
     "norm applied twice": Bug("gqa", "block 1 norm 1", part("norm1", twice)),
-    "gelu by tanh instead of erf": Bug("gqa", "block 1 feed-forward", part("ffn", by_tanh)),
+    "gelu by tanh instead of erf": Bug("gqa", "block 1 feed-forward hidden", part("ffn", by_tanh)),
     "wrong expert": Bug("experts", "block 1 feed-forward choice", part("ffn", next_expert)),
     "experts weighed alike": Bug("experts", "block 1 feed-forward", part("ffn", weighed_alike)),
     "residual of the norm": Bug("gqa", "block 1 norm 3", residual_of_the_norm),
@@ -316,6 +332,15 @@ BUGS: dict[str, Bug] = {
     "learned positions off by one": Bug("gpt", "embedding", late_position),
     "no final norm": Bug("gqa", "final norm", no_final_norm),
     "stale cache page": Bug("gqa", _READ, stale_page, "paged against uncached"),
+    "page that is not copied": Bug(
+        "gqa", "block 0 attention k read from the cache", not_copied, "shared against alone"
+    ),
+    "page that two rows write to": Bug(
+        "gqa", "block 0 attention k read from the cache", not_its_own, "shared against alone"
+    ),
+    "page given up too early": Bug(
+        "gqa", "block 0 attention k read from the cache", lost_too_early, "shared against alone", 15
+    ),
     "token written over another": Bug("gqa", _READ, forgotten_token, "cached against uncached"),
     "wrong cache row after reorder": Bug(
         "gqa", "block 0 attention k read from the cache", not_reordered, "rows reordered"

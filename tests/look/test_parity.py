@@ -12,30 +12,18 @@ import torch
 
 import regard
 from regard.block import ORDERS
+from regard.decode.graphs import why_plain
 from regard.errors import UsageError
 from regard.fast.cpu import prepare
 from regard.fast.invariant import invariant
 from regard.fast.watch import Watcher, watch
+from regard.kernels.c import native
 from regard.models import Model
-from regard.parity import (
-    CHECKS,
-    SAMPLES,
-    Check,
-    Envelope,
-    Given,
-    Rounding,
-    Runner,
-    Trace,
-    judge,
-    oracle,
-    parity,
-    record,
-    regret,
-    sample,
-    steps,
-    unit,
-)
+from regard.parity import CHECKS, Check, Given, Runner, Trace, parity, record, sample
+from regard.parity.envelope import Envelope, Rounding, judge
+from regard.parity.oracle import oracle, regret, steps, unit
 from tests.look.planted import BUGS, by_tanh, eps, no_residual, part, transposed
+from tests.look.walk import MISTAKES, RUNNERS, planted, preset
 from tests.look.zoo import CLEAN, MODELS, random_model, stirred
 
 FUSED, PACKED = "fused against reference", "packed against plain"
@@ -46,8 +34,8 @@ def small(name: str) -> Model:
     return stirred(MODELS[name].make(), random.Random(1))
 
 
-def checked(model: Model, name: str = FUSED, **more: Any) -> Check:
-    (check,) = parity(model, sample(model, rows=2, tokens=7), only=[name], **more)
+def checked(model: Model, name: str = FUSED, tokens: int = 7, **more: Any) -> Check:
+    (check,) = parity(model, sample(model, rows=2, tokens=tokens), only=[name], **more)
     return check
 
 
@@ -61,7 +49,7 @@ def test_planted_bug_is_found_and_its_place_named(
     bug, sound = BUGS[name], small(BUGS[name].model)
     model = copy.deepcopy(sound)
     bug.plant(model, monkeypatch)
-    found = checked(model, bug.check, sound=sound)
+    found = checked(model, bug.check, bug.tokens, sound=sound)
     assert (found.verdict, found.where) == ("bug", bug.where)
 
 
@@ -73,9 +61,10 @@ def test_bug_in_one_run_leaves_the_other_runs_alone(monkeypatch: pytest.MonkeyPa
     sound = small("gqa")
     BUGS["stale cache page"].plant(sound, monkeypatch)
     found = {check.name: check for check in parity(sound, sample(sound, rows=2, tokens=7))}
-    paged = found.pop("paged against uncached")
-    assert (paged.verdict, paged.run) == ("bug", "paged")
-    assert paged.position < 4  # in the first page
+    pages = {"paged against uncached", "shared against alone", "packed in shared pages"}
+    for paged in map(found.pop, pages):
+        assert (paged.verdict, paged.run) == ("bug", CHECKS[paged.name][0])
+        assert paged.position < 4  # in the first page
     assert {check.verdict for check in found.values()} <= {"equal", "rounding"}
 
 
@@ -84,13 +73,11 @@ def test_error_of_ten_roundings_is_a_bug_at_its_tensor() -> None:
     """One tensor of a clean run moved by little more than rounding can."""
     model = small("gqa")
     given = sample(model, tokens=9)
-    exact = oracle(model, torch.float32)
-    many = given.times(SAMPLES)
-    envelope = Envelope(exact, many, Runner(exact, many, "reference").together(), torch.float32)
-    trace = Runner(model, given).alone()
-    assert judge(steps(exact, given, trace), envelope).verdict == "rounding"
+    exact, trace = oracle(model, torch.float32), Runner(model, given).alone()
+    envelope = Envelope(exact, trace)
+    assert judge(steps(exact, trace), envelope).verdict == "rounding"
     trace.tensors["block 1 norm 3"][1, 4] *= 1 + 200 * unit(torch.float32)
-    found = judge(steps(exact, given, trace), envelope)
+    found = judge(steps(exact, trace), envelope)
     assert (found.verdict, found.where) == ("bug", "block 1 norm 3")
     assert (found.row, found.position) == (1, 4)
 
@@ -101,7 +88,7 @@ def test_run_with_nan_is_a_bug() -> None:
     with torch.no_grad():
         model.tower.blocks[1].ffn.up.weight[0, 0] = torch.nan
     found = checked(model, sound=sound)
-    assert (found.verdict, found.where) == ("bug", "block 1 feed-forward")
+    assert (found.verdict, found.where) == ("bug", "block 1 feed-forward hidden")
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -119,7 +106,7 @@ def test_every_order_of_a_block_is_followed_and_its_bugs_are_named(order: str) -
         return found.where if found.verdict == "bug" else found.verdict
 
     assert where("attention.wo", transposed) == "block 1 attention output"
-    assert where("ffn", by_tanh) == "block 1 feed-forward"
+    assert where("ffn", by_tanh) == "block 1 feed-forward hidden"
     alone = "block 1 norm 3" if order == "post" else "block 1 output"
     assert where("ffn.add", no_residual) == alone
     if order in ("sandwich", "inner"):
@@ -174,7 +161,7 @@ def test_invariant_model_is_followed_step_by_step(name: str) -> None:
     def judged(other: Model) -> Check:
         def run(given: Given) -> Trace:
             trace = Runner(invariant(other), given, "ordered").cached("contiguous", [4, 1, 2])
-            assert not trace.whole
+            assert any(name.endswith("attention output") for name in trace.tensors)
             return trace
 
         return checked(model, PACKED, more={"packed": run})
@@ -212,7 +199,89 @@ def test_rounding_mode_moves_every_result_by_about_a_unit() -> None:
         assert torch.equal(x.transpose(0, 1)[3:], x.T[3:])  # nothing is computed
 
 
+# --- every preset, in every runner --------------------------------------------------------------------------------
+
+# One of each family; the whole of it is `make parity`.
+PRESETS = {family or name: name for name, (family, _) in reversed(regard.PRESETS.items())}
+JUDGED = ("shared against alone", "packed against plain", "packed in shared pages")
+JUDGED += ("unwatched against watched", "graph against plain")
+# One mistake in each, in turn.
+TURNS = [(m, r) for m in MISTAKES for r in RUNNERS if (m, r) != ("page", "rows")]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled() -> None:
+    """Small models run in C too, as large ones do."""
+    native.build()
+
+
+@pytest.mark.parametrize("family", PRESETS)
+def test_sound_preset_is_not_accused_in_any_runner(family: str) -> None:
+    model = preset(PRESETS[family])
+    checks = parity(model, sample(model, rows=2, tokens=7), only=JUDGED)
+    assert {check.verdict for check in checks} <= {"equal", "rounding"}, checks
+    has = {check.name for check in checks}
+    assert {"packed against plain", "unwatched against watched"} <= has
+    assert ("shared against alone" in has) == ("packed in shared pages" in has) == model.decodes
+    assert ("graph against plain" in has) == (why_plain(model, anywhere=True) == "")
+
+
+@pytest.mark.parametrize("family", PRESETS)
+def test_mistake_in_a_preset_is_found_in_its_place(family: str) -> None:
+    model, turn = preset(PRESETS[family]), list(PRESETS).index(family)
+    given = sample(model, rows=2, tokens=7)
+    for mistake, runner in (TURNS * 2)[turn % len(TURNS) :]:
+        result = planted(model, given, mistake, runner)
+        # A model may lack it: an image has no pages, a graph no recurrent cells.
+        if result is not None:
+            assert result[1], (mistake, runner, result[0])
+            return
+    pytest.fail("no mistake can be planted")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_order_is_followed_through_c_code_and_a_graph(order: str) -> None:
+    """Of an order whose norms follow what is added, C code shows less in a step than in a prompt."""
+    config = MODELS["gqa"]
+    tower = dataclasses.replace(config.tower, order=order)
+    torch.manual_seed(1)
+    model = stirred(dataclasses.replace(config, tower=tower).make(), random.Random(1))
+    for check in parity(model, sample(model, rows=2, tokens=7), only=JUDGED):
+        assert check.verdict != "bug", check
+
+
+@torch.no_grad()
+def test_what_a_run_does_not_show_is_not_compared() -> None:
+    """Neither are zeros taken for it: the run is followed from the tensor that is known before."""
+    model = small("gqa")
+    given = sample(model, rows=2, tokens=7)
+    exact = oracle(model, torch.float32)
+    trace = Runner(model, given).alone()
+    for name in [name for name in trace.tensors if "block 0" in name]:
+        trace.real[name][:, 3:] = False
+        trace.tensors[name][:, 3:] = 0.0
+    trace.calls.pop("block 0 attention ")
+    assert judge(steps(exact, trace), Envelope(exact, trace)).verdict == "rounding"
+    trace.tensors["block 0 norm 3"][:, 2] *= 1.001
+    found = judge(steps(exact, trace), Envelope(exact, trace))
+    assert (found.verdict, found.where, found.position) == ("bug", "block 0 norm 3", 2)
+
+
 # --- transformers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["albert-ForMaskedLM", "albert-groups"])
+def test_layers_that_share_a_block_are_watched_call_by_call(name: str) -> None:
+    pytest.importorskip("transformers", reason="the peer of this test; it is in the dev extra")
+    from tests.checkpoint.families import CASES
+
+    theirs = CASES[name].make()
+    ours = regard.from_hf(theirs)
+    trace = record(theirs, ours, sample(ours, rows=2, tokens=8))
+    outputs = [name for name in trace.tensors if name.endswith("output")]
+    assert outputs == [f"block {i} output" for i in range(len(ours.tower.blocks))]
+    runs = {"transformers": lambda given: record(theirs, ours, given)}
+    assert checked(ours, "ours against transformers", more=runs).verdict != "bug"
 
 
 @pytest.mark.parametrize("name", ["llama-gqa-tied", "bert-ForMaskedLM", "bart"])
@@ -287,7 +356,8 @@ def test_recorder_notes_every_step_of_a_block() -> None:
     names = [name.removeprefix("block 1 ") for name in trace.tensors if "block 1" in name]
     assert sorted(names) == sorted(
         ("norm 1", "attention q", "attention latent", "attention k_rope", "attention index_k")
-        + ("attention before wo", "attention output", "norm 3", "feed-forward", "output")
+        + ("attention before wo", "attention output", "norm 3", "feed-forward hidden")
+        + ("feed-forward", "output")
     )
     (call,) = trace.calls["block 1 attention "]
     assert call.chosen is not None and call.chosen.shape == (2, 6, 3)
@@ -300,7 +370,8 @@ def test_every_mechanism_gets_the_checks_that_it_has() -> None:
         }
 
     absorbed, ring = "absorbed against expanded", "ring against uncached"
-    here = {"packed against plain", "GPU against CPU", "ours against transformers"}
+    here = {"packed against plain", "unwatched against watched"}
+    here |= {"GPU against CPU", "ours against transformers"}
     assert names("mla") - here == set(CHECKS) - here - {ring}
     assert names("window") - here == set(CHECKS) - here - {absorbed}
     assert names("bert") - here == set(list(CHECKS)[:3]) | {"bf16 against fp32"}

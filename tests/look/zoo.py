@@ -25,7 +25,7 @@ from regard.moe import MoE
 from regard.position import Alibi, Learned, Linear, Llama3, Rope, Sinusoidal, T5Bias, Yarn
 
 CLEAN = int(
-    os.environ.get("REGARD_PARITY_MODELS", "40")
+    os.environ.get("REGARD_PARITY_MODELS", "20")
 )  # sound models to judge; 200 is the full form
 SCALINGS = (
     None,

@@ -1,0 +1,99 @@
+"""A run in slots over pages, as a CUDA graph has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.decode.engine import Engine
+from regard.decode.graphs import Runner
+from regard.decode.settings import Request, Settings
+from regard.fast.watch import watch
+from regard.kernels.triton.prompt import two, up
+from regard.models import Model
+from regard.parity.trace import PAGE, Cells, Given, Recorder, Trace, trace_of
+
+
+class Forcing(Recorder):
+    """Notes the logits of the tokens `last`; what the engine gets instead leaves it no choice but the given ones."""
+
+    last = Cells([(0, 0, 1)])
+
+    def answer(self, logits: Tensor) -> Tensor:
+        self.trace.put("logits", logits[:, None], self.last)
+        forced = torch.full_like(logits, -1e4)
+        for i, (row, position, size) in enumerate(self.last.given):
+            if size:
+                forced[i, self.trace.given.ids[row, position + 1]] = 0.0
+        return forced
+
+
+class GraphRun(Runner):
+    """The runner of an engine that is made to say the given tokens: every prompt is read once, and goes on as two
+    samples. On a GPU its steps run one by one, as they do elsewhere."""
+
+    def __init__(self, model: Model, given: Given):
+        self.trace = trace_of(model, given, next(model.parameters()).dtype)
+        self.watcher = Forcing(self.trace)
+        rows, size = self.trace.size
+        pages = rows * (-(-size // PAGE) + -(-self.trace.source // PAGE))
+        # A chunk is not a whole number of prompts, so that some are read in two parts.
+        how: Any = {"rows": rows, "pages": pages, "page": PAGE, "chunk": given.common + 1}
+        self.engine = Engine(model, runner="graph", prefix=False, **how)
+        lane = self.engine.slots
+        assert lane is not None
+        made, self.slots, lane.runner = lane.runner, lane, self
+        twin = watch(made.fast, self.watcher)
+        super().__init__(model, made.pool, made.rows, made.length, fast=twin)
+        self.graph = False
+
+    def run_all(self) -> Trace:
+        given, half = self.trace.given, self.trace.size[0] // 2
+        settings = Settings(self.trace.size[1] - given.common, samples=2, temperature=1.0)
+        for row in range(half):
+            source = None if given.source is None else given.source[row]
+            ids = given.ids[row, : given.common].tolist()
+            self.engine.submit(Request(ids, settings, source))
+        for _ in self.engine.run():
+            pass
+        self.trace.share()
+        return self.trace
+
+    def texts(self) -> dict[int, int]:
+        """Which row of the texts each slot holds."""
+        half = self.trace.size[0] // 2
+        each = ((slot.index, slot.row) for slot in self.slots.slots)
+        return {i: row.request.number + half * row.sample for i, row in each}
+
+    def hidden(self, ids: Tensor, pos: Tensor, pages: Any, *rest: Any) -> Any:
+        rows, pack = self.texts(), pages.pack
+        if pack is None:
+            # What was chosen last is not given, and rows that are through go on with it.
+            end = self.trace.size[1] - 1
+            each = enumerate(zip(pages.live.tolist(), pos[:, 0].tolist(), strict=True))
+            real = {i: p for i, (live, p) in each if live and i in rows and p < end}
+            cells = [(rows[i], real[i], 1) if i in real else (0, 0, 0) for i in range(len(ids))]
+            self.watcher.cells = self.watcher.last = Cells(cells, 1)
+        else:
+            three = (pack.homes.tolist(), pack.starts.tolist(), pack.totals.tolist())
+            # Behind the last one it comes again.
+            texts = dict.fromkeys(zip(*three, strict=True))
+            parts = [(rows[i], start, end - start) for i, start, end in texts]
+            self.watcher.cells = Cells(parts, flat=True)
+            ends = zip(pack.rows.tolist(), pack.lengths.tolist(), strict=True)
+            self.watcher.last = Cells([(rows[i], end - 1, 1) for i, end in ends] or [(0, 0, 0)], 1)
+        return super().hidden(ids, pos, pages, *rest)
+
+    def remember(self, memories: Sequence[Any]) -> None:
+        """Sources are encoded, some of them together."""
+        source, size = self.trace.given.source, self.trace.source
+        rows, b, s = [m.request.number for m in memories], len(memories), size
+        if source is not None and source.dim() == 2:
+            b, s = two(b), up(s, 16)
+        cells = [(row, 0, size) for row in rows] + [(0, 0, 0)] * (b - len(rows))
+        self.watcher.source_cells = Cells(cells, s)
+        super().remember(memories)
+        self.watcher.all_read()
