@@ -127,29 +127,19 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 def inner_name(path: Path) -> str:
     """The name of the one file that a zip file holds."""
-    with opened_zip(path) as archive:
-        names = [n for n in archive.namelist() if not n.endswith("/") and "__MACOSX" not in n]
+    try:
+        names = [
+            n for n in zipfile.ZipFile(path).namelist() if n[-1] != "/" and "__MACOSX" not in n
+        ]
+    except zipfile.BadZipFile as error:
+        raise DataError(f"{path} is a broken zip file: {error}") from None
     if len(names) != 1:
         raise DataError(f"{path} holds {len(names)} files, not one; unpack it, and name them")
     return names[0]
 
 
-@contextlib.contextmanager
-def opened_zip(path: Path) -> Iterator[zipfile.ZipFile]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            yield archive
-    except zipfile.BadZipFile as error:
-        raise DataError(f"{path} is a broken zip file: {error}") from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
-
-
-@contextlib.contextmanager
-def _unzip(path: Path, mode: str) -> Iterator[BinaryIO]:
-    name = inner_name(path)
-    with opened_zip(path) as archive, archive.open(name) as stream:
-        yield stream  # type: ignore[misc]
+def _unzip(path: Path, mode: str) -> Any:
+    return zipfile.ZipFile(path).open(inner_name(path))
 
 
 def _unzst(path: Path, mode: str) -> Any:
