@@ -117,3 +117,22 @@ def test_feed_gives_every_picture_its_text() -> None:
     torch.testing.assert_close(torch.cat([p.ids for p in parts]), batch.ids)
     torch.testing.assert_close(torch.cat([p.source for p in parts]), batch.source)  # type: ignore[misc]
     assert feed(texts).fingerprint == feed(texts).fingerprint != feed(texts[::-1]).fingerprint
+
+
+@pytest.mark.parametrize("name", ["light.png", "LIGHT.JPG"])
+def test_picture_for_a_model_of_text_is_refused(name: str, home: Path) -> None:
+    (home / name).write_bytes((home / "light.png").read_bytes())
+    done = call("generate", folder("gpt2"), name)
+    assert done.code == 2 and done.out == "" and done.err.count("\n") == 1
+    assert f"{name} is a picture, and {folder('gpt2')} reads text" in done.err
+    # As it says, the name itself can be a prompt; and one that is the name of no file is text.
+    tokens = ["--max-new-tokens", 2]
+    assert call("generate", folder("gpt2"), *tokens, stdin=name).code == 0
+    assert call("generate", folder("gpt2"), f"no-{name}", *tokens).err == ""
+
+
+def test_prompt_that_is_the_name_of_a_file_is_noted(home: Path) -> None:
+    (home / "dog").write_text("the cat")
+    done = call("generate", folder("gpt2"), "dog", "--max-new-tokens", 2)
+    assert done.code == 0 and "which is also the name of a file" in done.err
+    assert f"regard generate {folder('gpt2')} < dog reads the file" in done.err

@@ -59,6 +59,33 @@ def test_pickled_folder_becomes_one_that_generates(tmp_path: Path) -> None:
     assert call("generate", new, "dog", "--max-new-tokens", 5).out == wanted
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("model_type", None, "config.json has no model_type"),
+        ("model_type", "bloom", "'bloom', which is not known"),
+        ("n_embd", None, "n_embd is missing; a gpt2 model needs it"),
+    ],
+)
+def test_folder_that_is_not_read_afterwards_is_a_failure_that_says_what_to_add(
+    key: str, value: str | None, why: str, tmp_path: Path
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    torch.save(load_file(folder("gpt2") / "model.safetensors"), old / "pytorch_model.bin")
+    config = json.loads((folder("gpt2") / "config.json").read_text())
+    (old / "config.json").write_text(json.dumps({**config, key: value}))
+    if value is None:
+        (old / "config.json").write_text(json.dumps({n: x for n, x in config.items() if n != key}))
+    done = call("convert", old, new)
+    assert done.code == 4 and done.out == f"{new}\n" and (new / "model.safetensors").is_file()
+    assert done.err.startswith("error: ") and done.err.count("\n") == 1
+    assert why in done.err and f"add it to {new / 'config.json'}" in done.err
+    # With what was missing, it is read.
+    (new / "config.json").write_text(json.dumps(config))
+    assert len(regard.load(new).embedding.weight) == config["vocab_size"]
+
+
 def wrong(home: Path) -> dict[str, tuple[list[Any], int, str]]:
     new, file = home / "new", home / "model.gguf"
     return {

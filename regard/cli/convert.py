@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from regard.cli.shared import check_new_folder, dim, talk
-from regard.errors import DATA, RUN, UsageError, blaming, notice
+from regard.errors import DATA, RUN, Fault, UsageError, blaming, notice
 from regard.files import model_folder, resolve_model
 
 
@@ -73,7 +73,12 @@ def run(options: Options) -> int:
             if model.left_out:
                 notice(f"left out: {', '.join(model.left_out)}")
             if why := pickled(model, out, dtype, progress):
-                notice(f"the folder is written, but Regard does not read the model in it: {why}")
+                print(out)
+                raise Fault(
+                    f"{out} has the weights as safetensors, but Regard does not read the model in it: {why}. "
+                    f"If something is missing, add it to {out / 'config.json'}",
+                    DATA,
+                )
     print(out)
     return 0
 

@@ -10,7 +10,9 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import re
+import shlex
 import sys
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -141,6 +143,8 @@ def run(options: Options) -> int:
         prompt = Pictures(wanted, model.origin).file(Path(prompt))
     else:
         check_reads_text(model)
+        if options.prompt and options.prompt == prompt:
+            check_not_a_file(prompt, options.model)
     cli.compare(opened, prompt)
     ids = prompt
     if isinstance(prompt, str):
@@ -167,6 +171,21 @@ def run(options: Options) -> int:
     if failed(results):
         raise Unanswered(failed(results))
     return 0
+
+
+def check_not_a_file(prompt: str, model: str) -> None:
+    """A prompt that is the name of a file was hardly meant as text."""
+    from regard.data.read import SUFFIXES
+
+    if not os.path.isfile(prompt):
+        return
+    if Path(prompt).suffix.lower() in SUFFIXES:
+        raise UsageError(
+            f"{prompt} is a picture, and {model} reads text; the name itself as a prompt comes from stdin: "
+            f"echo {shlex.quote(prompt)} | regard generate {shlex.quote(model)}"
+        )
+    how = f"regard generate {shlex.quote(model)} < {shlex.quote(prompt)} reads the file"
+    tell("note", f"the prompt is the text {prompt!r}, which is also the name of a file; {how}")
 
 
 def settings_of(options: Any) -> dict[str, Any]:
