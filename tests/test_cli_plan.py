@@ -45,6 +45,20 @@ data = { train = "pairs.tsv", columns = { source = 0, target = 1 }, tokens = 400
 tokenizer = { vocab = 300 }
 train = { steps = 10 }
 """
+TUNE = """
+task = "lm"
+[model]
+folder = "base"
+[data]
+train = "story.txt"
+length = 16
+rows = 1
+pack = "windows"
+[tokenizer]
+kind = "chars"
+[train]
+steps = 2
+"""
 CLASSES = """
 task = "classify"
 model = { preset = "bert-base", layers = 1, dim = 32, heads = 4, ffn-dim = 64 }
@@ -169,18 +183,60 @@ def test_run_that_cannot_fit_is_exit_3_with_the_cheapest_changes(
     assert main(["plan", "lm.toml", *large]) == 3
     said = capsys.readouterr()
     less = [line.split()[1] for line in said.out.splitlines() if line.startswith("less")]
-    assert less == [
-        "--train.micro_batches",
-        "--train.activation_checkpointing",
-        "--train.precision",
-        "--data.rows",
-    ]
+    assert less[0] == "--train.micro_batches" and less[-1] == "--data.rows"
     assert said.err.startswith("error: this run does not fit: it needs about ")
     assert len(said.err.splitlines()) == 1
     told = planned(["lm.toml", *large], capsys, code=3)
-    assert not told["fits"] and told["changes"][0]["total"] <= 4 << 30
-    fixed = f"{told['changes'][0]['settings']['train.micro_batches']}"
-    assert planned(["lm.toml", *large, "--train.micro_batches", fixed], capsys)["fits"]
+    assert not told["fits"] and told["changes"]
+    # Each as it is printed makes it fit.
+    for change in told["changes"]:
+        assert change["total"] <= 4 << 30
+        flags = [
+            word for name, value in change["settings"].items() for word in (f"--{name}", value)
+        ]
+        assert planned(["lm.toml", *large, *flags], capsys)["fits"]
+
+
+def test_model_that_is_too_large_to_tune_whole_is_tuned_in_part(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LoRA and LoRA on 4 bits, by plan and by train, where they are enough; typed as it is printed."""
+    build("gpt2", vocab=60, layers=8, dim=256, heads=4, max_len=64).save("base")
+    (home / "tune.toml").write_text(TUNE, encoding="utf-8")
+    whole = planned(["tune.toml"], capsys)["memory"]["total"]
+    lora, qlora = (
+        planned(["tune.toml", "--adapt.method", name], capsys)["memory"]["total"]
+        for name in ("lora", "qlora")
+    )
+    assert qlora < lora < whole
+    for free, methods in ((lora, ["lora", "qlora"]), ((lora + qlora) // 2, ["qlora"])):
+        monkeypatch.setattr("regard.train.plan.free_memory", lambda device, free=free: free)
+        told = planned(["tune.toml"], capsys, code=3)
+        found = [change["settings"].get("adapt.method") for change in told["changes"]]
+        assert found == methods
+        for name in methods:
+            assert planned(["tune.toml", "--adapt.method", name], capsys)["fits"]
+    # A run that begins counts what it holds already.
+    held = sum(p.nbytes for p in regard.load("base").parameters())
+    free = (lora + qlora) // 2 - held
+    monkeypatch.setattr("regard.train.plan.free_memory", lambda device: free)
+    assert main(["train", "tune.toml"]) == 3
+    assert "--adapt.method qlora (a small part learns" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("fast", [True, False])
+def test_bf16_on_a_cpu_without_it_is_told_beside_fp32(
+    fast: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("regard.train.plan.is_fast", lambda dtype: fast)
+    told = planned(["lm.toml", "--train.precision", "bf16"], capsys)
+    assert (told["in_fp32"] is None) == fast
+    assert planned(["lm.toml"], capsys)["in_fp32"] is None
+    monkeypatch.setattr("regard.train.plan.Forecast._fp32_step", lambda self, job: 1e-9)
+    assert main(["plan", "lm.toml", "--train.precision", "bf16"]) == 0
+    hint = "hint    this CPU does not multiply bf16"
+    assert (hint in capsys.readouterr().out) == (not fast)
 
 
 @pytest.mark.usefixtures("home")

@@ -139,7 +139,10 @@ def run_needs(f: Forecast) -> Needs:
         "trained": learns,
         "data": asdict(f.facts),
         "steps": train.steps,
-        **{name: getattr(f, name) for name in ("tokens", "passes", "flops", "seconds", "speed")},
+        **{
+            name: getattr(f, name)
+            for name in ("tokens", "passes", "flops", "seconds", "speed", "in_fp32")
+        },
         "memory": {**memory, "total": total, "free": f.free},
         "disk": {"checkpoint": plan.checkpoint, "total": plan.disk, "free": f.room},
         "measured": f.step,
@@ -149,8 +152,7 @@ def run_needs(f: Forecast) -> Needs:
     }
     lacks = ""
     if f.short:
-        enough = any(change.total <= f.free for change in f.less)
-        what = "change what `less` names" if enough else "take a smaller model"
+        what = "change what `less` names" if f.less else "take a smaller model"
         need = f"about {size(total)} of memory, {size(f.free)} are free"
         lacks = f"this run does not fit: it needs {need}; {what}"
     elif f.full:
@@ -161,10 +163,15 @@ def run_needs(f: Forecast) -> Needs:
 
 def hint(f: Forecast) -> str:
     """What to change, the most urgent."""
+    from regard.machine import duration
+
     data, over = f.config.data, f.facts.over
     if over and data.overlong == "error" and data.pack not in ("stream", "windows"):
         longer = f"{over:,} examples are longer than {data.length} tokens, so training would stop"
         return f"{longer}; say data.overlong = truncate, drop or split"
+    if f.in_fp32 is not None and f.in_fp32 < f.seconds:
+        slow = "this CPU does not multiply bf16, and widens every number first"
+        return f"{slow}: --train.precision fp32 takes about {duration(f.in_fp32)}"
     if f.seconds > SLOW and f.device.type == "cpu":
         return "regard recipes list shows configs that train in minutes"
     often = "the data is read often: it may be learned by heart, so hold some out"

@@ -9,7 +9,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from regard.data.feed import IGNORE, Feed
 from regard.data.shards import Column
 from regard.errors import DATA, UsageError, blaming
 from regard.fast.train import masters
+from regard.kernels.linear import is_fast
 from regard.layers import LMHead
 from regard.machine import free_disk, free_memory, size
 from regard.models import EncoderDecoderConfig, Patches, TransformerConfig
@@ -396,23 +397,48 @@ class Change:
         return f"{flags} ({self.cost}, about {size(self.total)})"
 
 
-def changes(job: Job, free: int) -> list[Change]:
-    """What lowers the memory, the cheapest first; if none is enough alone, several together come last."""
-    alone = [change for change, _ in _tried(job, free)]
-    settings: dict[str, str] = {}
-    while not any(change.total <= free for change in alone):
-        others = (pair for pair in _tried(job, free) if not {*pair[0].settings} & {*settings})
+def changes(job: Job, free: int, tunings: Mapping[str, Job] | None = None) -> list[Change]:
+    """What makes the job fit, the cheapest first: each alone, or, where none is enough, as few together as will do.
+    `tunings`: the job with other values of adapt.method. Nothing where nothing helps enough."""
+    methods = [
+        (Change({"adapt.method": name}, "a small part learns", memory(other).total), other)
+        for name, other in (tunings or {}).items()
+    ]
+    alone = [change for change, _ in (*_tried(job, free), *methods)]
+    if fit := [change for change in (*alone, *_shared(job, free)) if change.total <= free]:
+        return fit
+    starts = [(dict[str, str](), job), *((change.settings, other) for change, other in methods)]
+    return [found for start in starts if (found := _together(*start, free)) is not None][:1]
+
+
+def _together(settings: dict[str, str], job: Job, free: int) -> Change | None:
+    """Further changes, the cheapest first, until it fits."""
+    steps = [(settings, job)]
+    while memory(steps[-1][1]).total > free:
+        before, job = steps[-1]
+        others = (pair for pair in _tried(job, free) if not {*pair[0].settings} & {*before})
         change, job = next(others, (None, job))
         if change is None:
-            break
-        settings |= change.settings
-        if change.total <= free:
-            return [*alone, Change(settings, "together", change.total)]
-    return alone
+            return None
+        steps.append((before | change.settings, job))
+    return Change(steps[-1][0], "together", memory(job).total)
+
+
+def _shared(job: Job, free: int) -> Iterator[Change]:
+    """Weights, gradients, the optimiser and rows, shared by as many GPUs as are needed."""
+    parts = asdict(memory(job))
+    other = parts.pop("other")
+    for count in (2, 4, 8, 16, 32, 64) if job.step.device == "cuda" and not job.small else ():
+        need = sum(parts.values()) // count + other
+        if need <= free:
+            cost = f"on {count} such GPUs, by torchrun --nproc-per-node {count} -m regard train"
+            yield Change({"train.parallel.mode": "fsdp"}, cost, need)
+            return
 
 
 def _tried(job: Job, free: int) -> Iterator[tuple[Change, Job]]:
-    """Each change alone, if it helps: more micro-batches, activation checkpointing, bf16, smaller batches."""
+    """Each change alone, if it helps: more micro-batches, activation checkpointing, bf16 where it is no slower, smaller
+    batches."""
     train, step, now = job.train, job.step, memory(job).total
     halves = [2**i for i in range(1, step.rows.bit_length())]
     more = [train.micro_batches * n for n in halves if train.micro_batches * n <= step.rows]
@@ -423,6 +449,7 @@ def _tried(job: Job, free: int) -> Iterator[tuple[Change, Job]]:
 
     split = {n: trained(micro_batches=n) for n in more}
     smaller = [replace(step, rows=step.rows // n) for n in halves]
+    rounded = step.device == "cuda" or is_fast(torch.bfloat16)
     tried: list[tuple[str, str, dict[Any, Job]]] = [
         ("train.micro_batches", "the same result", split),
         (
@@ -430,7 +457,11 @@ def _tried(job: Job, free: int) -> Iterator[tuple[Change, Job]]:
             "the same result, a third slower",
             {"true": trained(activation_checkpointing=True)},
         ),
-        ("train.precision", "rounded products", {"bf16": trained(precision="bf16")}),
+        (
+            "train.precision",
+            "rounded products",
+            {"bf16": trained(precision="bf16")} if rounded else {},
+        ),
         (job.sized, "smaller batches", {x.rows * row: replace(job, step=x) for x in smaller}),
     ]
     for name, cost, jobs in tried:
@@ -441,18 +472,35 @@ def _tried(job: Job, free: int) -> Iterator[tuple[Change, Job]]:
         yield Change({name: value}, cost, need), best
 
 
-def shortage(plan: Plan, free_memory: int, free_disk: int) -> str | None:
+def tunings(config: RunConfig, job: Job) -> dict[str, Job]:
+    """The job with LoRA instead, and with LoRA on 4 bits, where its model is a folder's."""
+    if config.adapt.method != "full" or "folder" not in config.model or TASKS[config.task].indexed:
+        return {}
+    dtype = next(start_of(config, device="meta").parameters()).dtype
+    dtype = dtype if job.step.device == "cuda" or is_fast(dtype) else torch.float32
+    jobs = {}
+    for method in ("lora", "qlora"):
+        other = replace(config, adapt=replace(config.adapt, method=method))
+        with torch.device("meta"):
+            model = other.learning(job.model.config.make().to(dtype), "meta")
+        jobs[method] = replace(job, model=model, small=True)
+    return jobs
+
+
+def shortage(
+    plan: Plan,
+    free_memory: int,
+    free_disk: int,
+    others: Callable[[], Mapping[str, Job]] = dict,
+) -> str | None:
     """Why a run cannot be begun and what to change, as one sentence; None if it can."""
     need = plan.memory.total
     if need > free_memory:
         parts = sorted(asdict(plan.memory).items(), key=lambda pair: -pair[1])
         most = ", ".join(f"{name} {size(count)}" for name, count in parts[:3])
         text = f"it needs about {size(need)} of memory ({most}), {size(free_memory)} are free"
-        helps = changes(plan.job, free_memory)
-        listed = "; ".join(map(str, helps)) or "a smaller model"
-        enough = any(change.total <= free_memory for change in helps)
-        more = "" if enough or not helps else "; even that is too much: take a smaller model"
-        return f"{text}; cheapest first: {listed}{more}"
+        helps = changes(plan.job, free_memory, others())
+        return f"{text}; cheapest first: {'; '.join(map(str, helps)) or 'a smaller model'}"
     if plan.disk > free_disk:
         return (
             f"its checkpoints need {size(plan.disk)} of disk ({size(plan.checkpoint)} each), {size(free_disk)} are "
@@ -470,7 +518,8 @@ def refusal(config: Any, trainer: Trainer, keep: int = 2) -> str | None:
     plan = Plan(job_of(config, model, *drawn(trainer.feed, model, device.type)), keep)
     tensors = [*model.parameters(), *model.buffers(), *trainer.optimizer.state().values()]
     held = sum(x.nbytes for x in tensors)
-    return shortage(plan, free_memory(device) + held, free_disk(trainer.checkpoints.folder))
+    room = free_memory(device) + held, free_disk(trainer.checkpoints.folder)
+    return shortage(plan, *room, lambda: tunings(config, plan.job))
 
 
 def job_of(config: RunConfig, model: Any, step: Pass, learned: float) -> Job:
@@ -509,7 +558,8 @@ def patches(model: Any) -> int:
 class Forecast:
     """All figures of a run, in the units of their names: its data looked at, its plan, a few steps measured. Nothing
     is saved, and no tokenizer is learned. `folder` is the run's, whose data and tokenizer are used if they are there;
-    `keep` checkpoints stay beside the best."""
+    `keep` checkpoints stay beside the best; `in_fp32` are the seconds in float32 of a run in bf16 on a CPU that does
+    not multiply it."""
 
     def __init__(self, config: RunConfig, folder: Path, device: torch.device, keep: int):
         with blaming(2, files=DATA):
@@ -524,7 +574,7 @@ class Forecast:
         plan = self.plan = Plan(job, max(keep, config.train.average))
         self.free, self.room = free_memory(device), free_disk(folder)
         self.short, self.full = plan.memory.total > self.free, plan.disk > self.room
-        self.less = changes(job, self.free) if self.short else []
+        self.less = changes(job, self.free, tunings(config, job)) if self.short else []
         step, data = job.step, config.data
         self.tokens = round(filled * step.rows * (step.length + step.source))
         # Of one step, and of all data: tokens, or pictures.
@@ -549,6 +599,17 @@ class Forecast:
         # Of a pass over what is held out, forward alone.
         forward = train.steps / max(self.passes, 1e-9) * self.held * each / 3
         self.seconds = train.steps * each + self.evaluations * forward
+        self.in_fp32 = None
+        if bf16 and device.type == "cpu" and not is_fast(torch.bfloat16):
+            self.in_fp32 = self.seconds * self._fp32_step(job) / each
+
+    def _fp32_step(self, job: Job) -> float:
+        """Seconds of a step in float32."""
+        plain = replace(self.config, train=replace(self.config.train, precision="fp32"))
+        if self.step is not None:
+            return step_seconds(plain, self.facts, self.device) or self.step
+        speed = probe(self.device, False, job.part, width(self.model)) * EFFICIENCY["cpu fp32"]
+        return self.flops / speed / self.config.train.steps
 
 
 def model_of(config: RunConfig, start: Any, facts: Survey, device: str) -> Any:
