@@ -7,10 +7,12 @@ a GPU and has one, for what needs no guesses; else the model itself (plain.py), 
 
 With a paged cache rows come and go freely, texts that begin alike share pages, and when pages run out the request of
 the last rank is put back into the queue and goes on later: with the same text, because choices depend on (seed,
-request, position) alone. The first is never put back, so there is always progress. A step is all or nothing: one that
-raises puts everything back in the same way. If it was the device's memory that was short, fewer rows are tried, until
-the one that needs too much is alone. If it was anything else, halves of those that ran are tried apart, until the one
-at fault is alone: it ends with an error, and the others go on together.
+request, position) alone. The first is never put back for pages, so there is always progress. With `patience`, where
+all rows are taken and somebody has waited for so long, the one that has had its row the longest waits instead, if it
+has come further since: long answers take turns, and short ones need not wait for their end. A step is all or nothing:
+one that raises puts everything back in the same way. If it was the device's memory that was short, fewer rows are
+tried, until the one that needs too much is alone. If it was anything else, halves of those that ran are tried apart,
+until the one at fault is alone: it ends with an error, and the others go on together.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from regard.decode.settings import Event, Request, Result
 from regard.errors import UsageError
 from regard.fast.cpu import Prepared
 from regard.kernels.c.threads import SHARED, threads_for
+from regard.kernels.triton.measured import measure, put_off, unmeasured
 from regard.machine import free_memory
 
 # Lanes: of rows that have outgrown the context and are read anew for each token, or go on in a cache that forgets; and
@@ -62,7 +65,7 @@ class Engine:
     def __init__(
         self, model: Any, *, runner: str = "auto", layout: str = "paged", rows: int = 64, chunk: int | None = None,
         pages: int | None = None, page: int = 16, memory: float | None = None, prefix: bool = True,
-        backend: str = "sdpa", draft: Any = None
+        backend: str = "sdpa", draft: Any = None, patience: float = math.inf
     ):  # fmt: skip
         for name, value, known in (
             ("layout", layout, ("paged", "contiguous")),
@@ -73,7 +76,7 @@ class Engine:
         for name, n in (("rows", rows), ("chunk", chunk), ("pages", pages), ("page", page)):
             if n is not None and n < 1:
                 raise UsageError(f"{name} is {n}; give 1 or more")
-        self.model, self.rows, self.backend = model, rows, backend
+        self.model, self.rows, self.backend, self.patience = model, rows, backend, patience
         if draft is not None:
             check_draft(draft, model)
         self.draft, self.longest = draft, context_of(model)
@@ -159,7 +162,7 @@ class Engine:
             check_pages(request, self.pool, self.model, self._source(request), apart)
         if request.number >= 0:  # given before: the same words, another request
             request = replace(request, cached=None)
-        request.number = self.count
+        request.number, request.since = self.count, time.monotonic()
         self.count += 1
         insort(self.waiting, request, key=RANK)
         if request.deadline is not None:
@@ -174,6 +177,30 @@ class Engine:
     @property
     def idle(self) -> bool:
         return not (self.waiting or self.lanes)
+
+    def put_off(self) -> None:
+        """From now on a step measures no kernel and records no graph: `warm` does, when nobody waits."""
+        if self.slots is not None:
+            self.slots.runner.put_off()
+
+    @property
+    def cold(self) -> bool:
+        """Whether something was put off."""
+        return unmeasured() or any(lane.runner.wanted for lane in self._graphs())
+
+    @torch.inference_mode()
+    def warm(self, measuring: bool = True) -> bool:
+        """One piece of what was put off: a kernel to measure, which takes its time, or else a graph to record. Whether
+        something was done."""
+        runners = [lane.runner for lane in self._graphs() if lane.runner.wanted]
+        if unmeasured() and measuring:
+            measure()
+        elif runners and not unmeasured():
+            with evaluation(self.modules), uncollected():
+                runners[0].warm()
+        else:
+            return False
+        return True
 
     def step(self) -> list[Event]:
         """Prefill one chunk of what waits, then one token for every row.
@@ -221,7 +248,8 @@ class Engine:
 
     @torch.inference_mode()
     def _step(self) -> list[Event]:
-        with self._whole(), evaluation(self.modules), uncollected():
+        puts_off = self.slots is not None and self.slots.runner.puts_off
+        with self._whole(), evaluation(self.modules), uncollected(), put_off(puts_off):
             now = time.monotonic()
             late = [number for number, deadline in self.deadlines.items() if deadline <= now]
             events = [event for number in late for event in self._stop(number, "deadline")]
@@ -323,8 +351,8 @@ class Engine:
         """The next requests, as many as fit, into their lanes."""
         while self.waiting and not (self.trials or self._fits(self.waiting[0], *self._room())):
             first = self.waiting[0]
-            lower = [r for r in self._active() if r.priority < first.priority]
-            if not lower:
+            lower = [r for r in self._active() if r.rank[:2] > first.rank[:2]]
+            if not lower and not (lower := self._long_served(first)):
                 break
             self._put_back(max(lower, key=RANK))
         room, pages = self._room()
@@ -355,10 +383,30 @@ class Engine:
         for lane in self._graphs():
             lane.waiting = bool(self.waiting)
 
+    def _long_served(self, first: Request) -> list[Request]:
+        """If the first in the queue has waited long enough: who has had its row the longest, if that has come further
+        since. From now on its turn is after that of the one who waits. A search would begin anew, so it goes on."""
+        late, served = time.monotonic() - self.patience, dict[int, Request]()
+        if first.since > late:
+            return []
+        for row in (row for lane in self.lanes.values() for row in lane.rows):
+            request, plain = row.request, row.request.settings.beams == 1
+            if plain and request.priority == first.priority and len(row.ids) > request.had:
+                served[request.number] = request
+        longest = min(served.values(), key=attrgetter("since"), default=None)
+        if longest is None or longest.since > late:
+            return []
+        longest.turn = first.turn + 1
+        return [longest]
+
     def _enter(self, request: Request, keys: Sequence[bytes] = ()) -> None:
         """A request into the lane of its kind."""
-        lane = self._lane(request)
-        lane.admit(self.resumed.pop(request.number, []) or self._rows(request), keys)
+        lane, rows = self._lane(request), self.resumed.pop(request.number, [])
+        request.since, request.had = (
+            time.monotonic(),
+            max((len(row.ids) for row in rows), default=0),
+        )
+        lane.admit(rows or self._rows(request), keys)
 
     def _lane(self, request: Request) -> Lane:
         s, long = request.settings, self._long(request)
@@ -482,6 +530,7 @@ class Engine:
         rows, _ = self._take(request)
         if rows:
             self.resumed[request.number] = rows
+        request.since = time.monotonic()
         insort(self.waiting, request, key=RANK)
 
     def _take(self, request: Request, why: str = "") -> tuple[list[Row], list[Result]]:

@@ -7,6 +7,9 @@ packed end to end, a chunk of them a step; a source is encoded once, and what th
 pages that a second table names. A row whose answer has ended goes on until the host has seen that: what it writes lies
 behind its text, in a page of its own or in the pool's scratch page. One that has as many tokens as it may have leaves
 its place to the next request at once.
+
+A step is recorded when it is first met; but where somebody would wait for that, as in a server, it is put off: until
+`warm` has recorded it, a graph of more rows does its work, or the step runs as it is.
 Off a GPU the same steps run as they are.
 """
 
@@ -35,10 +38,11 @@ from regard.decode.sampling import (
     used_by,
     uses,
 )
-from regard.decode.settings import MOST_TOPS, Request, Tops
+from regard.decode.settings import MOST_TOPS, Request, Settings, Tops
 from regard.fast.cpu import Prepared
 from regard.fast.cuda import Normed, Pages, SlotContext, Stream, decoder, inner, longest, why_not
 from regard.kernels.triton.linear import MOST
+from regard.kernels.triton.measured import put_off, unmeasured
 from regard.kernels.triton.prompt import RECORDED, Pack, Part, flat, sizes_of, two, up
 from regard.kernels.triton.record import Recorder, send
 from regard.kernels.triton.sample import State, advance, best, greedy_advance
@@ -49,6 +53,8 @@ from regard.models.embedding import Patches, context
 SLOTS = 64  # at least, on a GPU: rows that are not used cost nothing
 SHORTEST = 256  # the smallest bucket of lengths
 KEPT = 32  # recorded passes over prompts
+# What most choices depend on.
+USUAL: tuple[frozenset[str], ...] = (frozenset(), frozenset({"temperature"}))
 PADDED = 4  # places that prompts of different lengths may be laid out in, for each token of a chunk
 
 # Tokens, their log probabilities, and where asked for the best ones and theirs; what tells that they have arrived;
@@ -110,7 +116,9 @@ class Runner:
         k = min(MOST_TOPS, self.columns.vocab)
         self.tops = [zeros(look + 1, rows, k), zeros(look + 1, rows, k, kind=torch.float32)]
         self.first_tops = [torch.zeros_like(x[0]) for x in self.tops]
-        self.recorder = Recorder()
+        self.recorder, self.records = Recorder(), self.graph
+        # Whether graphs are not recorded when they are first met; and what then records them, by their keys.
+        self.puts_off, self.wanted = False, dict[Any, Callable[[], None]]()
         # Where a round's log is copied to the host, while the next one begins.
         self.aside = torch.cuda.Stream(self.device) if self.graph else None
         self.marks: list[tuple[int, int]] = []
@@ -226,7 +234,7 @@ class Runner:
 
     def again(self, key: Any, numbers: Tensor, call: Callable[[Tensor], Any], small: bool) -> None:
         """A call on numbers; if it is small, as a graph that is recorded when its key comes again."""
-        again, small = key in self.rooms, small and self.graph
+        again, small = key in self.rooms, small and self.records
         if small and len(self.rooms) < KEPT:
             self.rooms.setdefault(key, torch.empty_like(numbers))
         if not (again and small):
@@ -234,6 +242,10 @@ class Runner:
             return
         room = self.rooms[key]
         if key not in self.recorder.graphs:
+            if self.puts_off:
+                self.wanted[key] = lambda: self.recorder.record(key, lambda: call(room))
+                call(numbers)
+                return
             self.recorder.record(key, lambda: call(room))
         room.copy_(numbers)
         self.recorder.graphs[key].replay()
@@ -289,11 +301,11 @@ class Runner:
     def feed(self, width: int, bound: int, far: int) -> None:
         """The logits of the first rows, for a choice that comes later."""
 
-        def call() -> None:
-            logits = self.logits(width, bound, far)
+        def call(key: Any) -> None:
+            logits = self.logits(*key[1:])
             if self.fed is None:
                 self.fed = logits.new_empty(self.rows, logits.shape[1])
-            self.fed[:width] = logits
+            self.fed[: len(logits)] = logits
 
         self._play(("feed", width, bound, far), call)
 
@@ -301,11 +313,11 @@ class Runner:
         """Advance the first `width` rows by `steps` <= look tokens; with masks by one, after `feed`. What they were fed
         first and what they chose then, with its log probability (steps + 1, rows), on its way to the host; and what
         tells that it has arrived."""
-        s, key = self.state, (width, bound, far, used)
+        s = self.state
         if self.aside is not None:
             torch.cuda.current_stream().wait_stream(self.aside)
 
-        def say() -> None:
+        def say(_: Any) -> None:
             assert self.fed is not None
             self._open(used)
             self.say(self.fed[:width], used)
@@ -315,7 +327,7 @@ class Runner:
         else:
             self._open(used)
             for _ in range(steps):
-                self._play(key, lambda: self.step(*key))
+                self._play(("step", width, bound, far, used), lambda key: self.step(*key[1:]))
         logs = [s.log, s.logp, *(self.tops if TOPS in used else ())]
         if self.aside is not None:
             self.aside.wait_stream(torch.cuda.current_stream())
@@ -333,20 +345,61 @@ class Runner:
                 table[0].copy_(first)
         s.tick.fill_(1)
 
-    def _play(self, key: Any, call: Callable[[], Any]) -> None:
-        """A step or a part of it; on a GPU as a graph, recorded when it is first met."""
-        if not self.graph:
-            call()
-            return
-        if key not in self.recorder.graphs:
-            s, said = self.state, self.columns.values.get("said")
-            live = s.live.clone()
-            # A try must not move a state on.
-            s.live.zero_()
-            changed = s.tensors() if said is None else [*s.tensors(), said]
-            self.recorder.try_and_record(key, call, changed)
-            s.live.copy_(live)
-        self.recorder.graphs[key].replay()
+    def _play(self, key: Any, call: Callable[[Any], Any]) -> None:
+        """A step or a part of it, of what its key says; on a GPU as a graph."""
+        if self.records and key not in self.recorder.graphs:
+            if self.puts_off:
+                self.wanted[key] = lambda: self._record(key, lambda: call(key))
+                key = self._wider(key)
+            else:
+                self._record(key, lambda: call(key))
+        if key in self.recorder.graphs:
+            self.recorder.graphs[key].replay()
+        else:
+            call(key)
+
+    def _wider(self, key: Any) -> Any:
+        """The least of the recorded keys that does the work of this one, for more rows or longer texts; or itself."""
+        if key[0] not in ("step", "feed"):
+            return key
+        same = [k for k in self.recorder.graphs if k[0] == key[0] and k[4:] == key[4:]]
+        able = [k for k in same if all(has >= needs for has, needs in zip(k[1:4], key[1:4]))]
+        return min(able, key=lambda k: k[1:4], default=key)
+
+    def _record(self, key: Any, call: Callable[[], Any]) -> None:
+        s, said = self.state, self.columns.values.get("said")
+        live = s.live.clone()
+        # A try must not move a state on.
+        s.live.zero_()
+        changed = s.tensors() if said is None else [*s.tensors(), said]
+        self.recorder.try_and_record(key, call, changed)
+        s.live.copy_(live)
+
+    def put_off(self) -> None:
+        """From now on graphs wait for `warm`. Those of every number of rows are wanted: the largest first, which can do
+        the work of the others."""
+        self.puts_off = True
+        far = 0 if self.memory is None else two(self.memory.length)
+        widths = [1 << i for i in range(self.rows.bit_length()) if 1 << i <= self.rows]
+        shapes = [(self.rows, self.length), *((width, self.bucket(1)) for width in widths[::-1])]
+        # What a choice depends on has its place when a row first has it.
+        self.columns.put([0], [Row(Request([0], Settings(temperature=1.0)), 0)])
+        for used in USUAL:
+            for width, bound in dict.fromkeys(shapes):
+                self._want(("step", width, bound, far, used))
+
+    def _want(self, key: Any) -> None:
+        self.wanted[key] = lambda: self._record(key, lambda: self.step(*key[1:]))
+
+    def warm(self) -> None:
+        """Record one of the graphs that are wanted. If something in it is yet to be measured, it comes once more."""
+        key = next(iter(self.wanted))
+        record = self.wanted.pop(key)
+        with put_off():
+            record()
+        if unmeasured():
+            del self.recorder.graphs[key]
+            self.wanted = {key: record, **self.wanted}
 
     def to_host(self, each: Sequence[Tensor]) -> list[Tensor]:
         """Copies on their way, as they are when all that was launched before is done."""
@@ -444,6 +497,7 @@ def runner_of(model: Model, rows: int, pages: int, page: int, length: int, exact
         if enough and kept.pool.page == page and kept.rows >= rows:
             kept.pool.clear()
             kept.reset()
+            kept.puts_off, kept.wanted = False, {}
             _kept[model] = kept
             return kept
     # Its memory first.

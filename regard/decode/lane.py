@@ -315,23 +315,36 @@ class Lane:
         return texts + sum(source(s.row.request) for s in new)
 
     def _feed(self) -> None:
-        """Up to a chunk of tokens of the prompts that are not through, by the rank of their requests."""
+        """Up to a chunk of tokens of the prompts that are not through, by the rank of their requests. Where that is not
+        all, the first has half of it, and the rest goes to those that are through the soonest: short ones do not wait
+        for long ones."""
         room, longest = self.chunk, 0
         group: list[tuple[Slot, int]] = []
-        for slot in self.unread():
-            size = self._size(slot, room)
+        waiting, most = self.unread(), room
+        if len(waiting) > 1 and sum(len(slot.text) - slot.fed for slot in waiting) > room:
+            waiting[1:] = sorted(waiting[1:], key=lambda slot: len(slot.text) - slot.fed)
+            most = -(-room // 2)
+        for slot in waiting:
+            size = self._size(slot, most if slot is waiting[0] else room)
             # The others go on in between, however many prompts with masks come.
             paused = self.paused and slot.row.request.mask is not None
             if not size or slot.unread or paused:
                 continue
+            source = self._source(slot)
+            if group and size + source > room:
+                continue
             self._reserve(slot, slot.fed + size)
-            if group and max(longest, size) * (len(group) + 1) > self.padded:
+            if group and max(longest, size + source) * (len(group) + 1) > self.padded:
                 self._read(group)
                 group, longest = [], 0
             group.append((slot, size))
-            longest, room = max(longest, size), room - size
+            longest, room = max(longest, size + source), max(0, room - size - source)
         if group:
             self._read(group)
+
+    def _source(self, slot: Slot) -> int:
+        """Tokens of a source that are read with the first of a text."""
+        return 0
 
     def _size(self, slot: Slot, room: int) -> int:
         """Tokens of a text that are read now; of samples that go on after they were put back, to where they part."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from regard.cache import FIRST, Cache, CacheSpec, Contiguous, OutOfPages, Paged, Pool, Sinks
 from regard.decode.beam import Group, Search, Shape
 from regard.decode.check import written
+from regard.decode.graphs import source_size
 from regard.decode.lane import BROKEN, NOTHING, SLICE, Lane, Row, Scores, Slot, unscored
 from regard.decode.sampling import MASK, TOPS, Columns, choose, scored, used_by
 from regard.decode.settings import Request, Result
@@ -94,6 +95,9 @@ class PlainLane(Lane):
             parting = slot.marks[0] * self.pool.page - slot.fed
             return parting if 0 < parting < size else size
         return size
+
+    def _source(self, slot: Slot) -> int:
+        return 0 if slot.cache is not None else source_size(self.model, slot.row.request)
 
     def _read(self, group: list[tuple[Slot, int]]) -> None:
         begun = [each for each in group if each[0].cache is not None]

@@ -7,7 +7,7 @@ of beam.py on tensors that stay where they are; the host reads them a round late
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class SearchRunner(Runner):
             F.pad(x, (0, more), value=nowhere) for x in (self.own, self.pages.table)
         )
         self.length, self.texts = self.length + more, self.texts.roomy(two(room))
-        self.recorder, self.rooms = Recorder(), {}
+        self.recorder, self.rooms, self.wanted = Recorder(), {}, {}
 
     def step(self, width: int, bound: int, far: int, used: frozenset[str]) -> None:
         s, k, n = self.state, self.shape, width // self.shape.beams
@@ -103,16 +103,18 @@ class SearchRunner(Runner):
     def run(self, steps: int, width: int, bound: int, far: int, used: frozenset[str]) -> Any:
         """Advance the first requests by `steps` tokens. Their texts, which of them go on and which are broken, on its
         way to the host; and what tells that it has arrived."""
-        s, key, k = self.state, (width, bound, far, used), self.shape
-        if self.graph and key not in self.recorder.graphs:
-            changed = [s.ids, s.pos, *self.texts.tensors(), self.live, self.broken]
-            self.recorder.try_and_record(key, lambda: self.step(*key), [*changed, self.pages.table])
+        k = self.shape
         for _ in range(steps):
-            self.recorder.graphs[key].replay() if self.graph else self.step(*key)
+            self._play(("step", width, bound, far, used), lambda key: self.step(*key[1:]))
         n = width // k.beams
         each = [*(x[: n * k.groups] for x in self.texts.tensors()), self.live[:n], self.broken[:n]]
         *texts, live, broken = self.to_host(each)
         return Beams(*texts), live, broken, self.arrival()
+
+    def _record(self, key: Any, call: Callable[[], Any]) -> None:
+        s = self.state
+        changed = [s.ids, s.pos, *self.texts.tensors(), self.live, self.broken, self.pages.table]
+        self.recorder.try_and_record(key, call, changed)
 
     def place(self, edits: list[tuple[int, int, int, int]], idle: list[int]) -> None:  # type: ignore[override]
         """Requests that are gone; then pages, as (row, first token, page, its tokens)."""
@@ -239,4 +241,5 @@ def search_of(runner: Runner, shape: Shape, count: int) -> SearchRunner:
     if kept is None or kept.lane() is not None or kept.places < count:
         kept = runner.searches[shape] = SearchRunner(runner, shape, two(count))
     kept.reset()
+    kept.puts_off = runner.puts_off
     return kept

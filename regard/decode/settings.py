@@ -208,7 +208,8 @@ class Request:
     `source` is what its encoder reads. `stop` is asked after every token of a sample whether its text is complete (if
     it raises, that sample ends with an error; after a step that failed it is asked about the same token again);
     `deadline` is a time on the monotonic clock. Requests share prompt pages only with others of the same `salt`. Those
-    of a higher `priority` are served first, and put lower ones back into the queue where there is no room.
+    of a higher `priority` are served first, and put lower ones back into the queue where there is no room; and so do
+    those of an earlier `turn`, which is how the many prompts of one client come after the first ones of others.
 
     `mask` says which tokens may come next, as a grammar does: it is called before every choice with the number of the
     sample and the ids said so far, and gives a boolean for each token of the vocabulary, or a bitmask (int32, token i
@@ -226,14 +227,18 @@ class Request:
     key: int | None = None
     salt: str = ""
     priority: int = 0
+    turn: int = 0
     mask: Callable[[int, list[int]], Any] | None = None
     # Once it is admitted: tokens of the prompt whose pages others had left.
     cached: int | None = None
+    # Of the engine: since when it waits or runs, and the tokens that it had then.
+    since: float = field(default=0.0, init=False)
+    had: int = field(default=0, init=False)
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """The order in which requests are served: by priority, the oldest first."""
-        return -self.priority, self.number
+    def rank(self) -> tuple[int, int, int]:
+        """The order in which requests are served: by priority, by turn, the oldest first."""
+        return -self.priority, self.turn, self.number
 
 
 @dataclass

@@ -116,7 +116,9 @@ class Ask:
         with self.host.room(self.usage["prompt"]):
             try:
                 for i, ids in enumerate(self.prompts):
-                    request = Request(ids, self.settings, key=i, **more)
+                    # Those of others come in between.
+                    turn = i * self.settings.rows
+                    request = Request(ids, self.settings, key=i, turn=turn, **more)
                     if model.reads_source:
                         request.source = torch.tensor(ids, dtype=torch.long)
                         request.ids = [special_of(model).start or 0]

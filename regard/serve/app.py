@@ -194,7 +194,8 @@ async def health(app: App, x: Exchange) -> None:
 
 async def ready(app: App, x: Exchange) -> None:
     going = [host for host in app.hosts.values() if host.dead is None and not host.closing]
-    state = "draining" if app.draining else "ready" if going else "empty"
+    state = "ready" if all(host.warm for host in going) else "warming"
+    state = "draining" if app.draining else state if going else "empty"
     await x.json({"status": state}, 200 if state == "ready" else 503)
 
 

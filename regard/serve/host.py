@@ -48,6 +48,7 @@ from regard.text import Stream, Tokenizer
 
 BACKLOG = 4096  # tokens of an answer that a client may leave unread
 PAUSE = 39  # times as long as a look took, until the next one
+PATIENCE = 0.2  # seconds that a request waits for a row before long answers take turns
 HOLD = 0.02  # seconds: between two calls of the event loop, and to gather requests at the start
 LOOKED_AT = 256  # requests that ran, kept so that they can be looked into
 LOOKED_TOKENS = 1 << 16  # of one of them
@@ -211,7 +212,9 @@ class Host:
             if plain is not None:
                 plain = plain.float() if self.opened.precision == "fp32" else plain
                 self.model, more = steady(plain), {"backend": "ordered"}
-            self.engine = Engine(self.model, rows=o.rows, memory=memory, **more)
+            more |= {"rows": o.rows, "memory": memory, "patience": PATIENCE}
+            self.engine = Engine(self.model, **more)
+            self.engine.put_off()
         config = self.model.origin and sorted(self.model.origin.config.items())
         about = (VERSION, torch.__version__, self.opened.precision, torch.get_num_threads(), config)
         # What an answer depends on besides the request.
@@ -230,8 +233,11 @@ class Host:
         self.open: set[Ticket] = set()
         self.requests = self.tokens = 0
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.jobs, self.looks, self.next_look = deque[Job](), deque[Job](), 0.0
+        self.jobs, self.looks = deque[Job](), deque[Job]()
+        self.next_look = self.next_warm = 0.0
         self.ended = self.closing = False
+        # Whether what the first requests would wait for has been done: graphs of every number of rows.
+        self.warm = self.engine is None or not self.engine.cold
         self.dead: str | None = None
         self.thread = threading.Thread(target=self._run, name=f"engine of {name}", daemon=True)
         self.thread.start()
@@ -325,6 +331,8 @@ class Host:
                 job.result.set_exception(fault)
 
     def _round(self) -> None:
+        if self._warmed():
+            return
         with suppress(queue.Empty):
             if (self.engine is None or self.engine.idle) and not (self.jobs or self.looks):
                 self.inbox.get()()
@@ -342,6 +350,25 @@ class Host:
             self._piece(self.jobs)
         if self.engine is not None and writes:
             self._tell(self.engine.step())
+
+    def _warmed(self) -> bool:
+        """While nobody waits: a piece of what steps put off, so that nobody waits for it. Where somebody always does,
+        graphs are recorded between two steps, in as little of the time as looks get."""
+        if self.engine is None or not self.engine.cold:
+            self.warm = True
+            return False
+        nobody = self.engine.idle and not (self.jobs or self.looks) and self.inbox.empty()
+        if not nobody and time.monotonic() < self.next_warm:
+            return False
+        began = time.monotonic()
+        try:
+            done = self.engine.warm(measuring=nobody)
+        except Exception as error:
+            # It is not tried again.
+            LOG.warning("a graph of %s was not recorded", self.name, exc_info=error)
+            done = True
+        self.next_warm = time.monotonic() + PAUSE * (time.monotonic() - began)
+        return done and nobody
 
     def _piece(self, jobs: deque[Job]) -> None:
         """A piece of the job whose turn it is; the next one is another's."""

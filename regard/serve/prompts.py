@@ -26,9 +26,10 @@ CHARACTERS = 16
 
 
 def room(app: Models, host: Host) -> int:
-    """Tokens that a prompt has at most: of this server, or the model's context."""
-    longest = (source_length if host.model.reads_source else context_of)(host.model)
-    return min(app.limits.prompt, longest or app.limits.prompt)
+    """Tokens that a prompt has at most: of this server, or the model's context. A source is read in one piece."""
+    if host.model.reads_source:
+        return min(app.limits.prompt, source_length(host.model) or app.limits.whole)
+    return min(app.limits.prompt, context_of(host.model) or app.limits.prompt)
 
 
 def too_long(what: str, most: int, param: str) -> Refusal:
@@ -80,7 +81,8 @@ async def prompts_of(app: Models, host: Host, given: Any, param: str) -> list[li
         raise Refusal(400, "a prompt is one text or a list of ids; these are mixed", param)
     if len(given) > app.limits.prompts:
         raise Refusal(400, f"{len(given)} prompts; send at most {app.limits.prompts}", param)
-    texts, most = [prompt for prompt in given if isinstance(prompt, str)], app.limits.prompt
+    most = room(app, host) if host.model.reads_source else app.limits.prompt
+    texts = [prompt for prompt in given if isinstance(prompt, str)]
     if texts:
         found = iter(await encoded(app, host, texts, room(app, host), param))
         given = [next(found) if isinstance(prompt, str) else prompt for prompt in given]

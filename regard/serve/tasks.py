@@ -32,7 +32,7 @@ from regard.serve.prompts import check_size, least_tokens, prompts_of, room
 from regard.text import needed
 
 CELLS = 4 << 20  # numbers of maps in one answer
-PIECE = 1 << 16  # characters that are tokenised, and numbers that are written as JSON, at a time
+PIECE = 1 << 14  # characters that are tokenised, and numbers that are written as JSON, at a time
 URLS = ("data:image/png;base64", "data:image/jpeg;base64")
 LARGE = "these maps are too large for one answer; name layers, heads or rows"
 R = TypeVar("R")

@@ -1,5 +1,6 @@
 """Work between the steps of an engine: cut into pieces, taken in turn, ended when its client leaves or it is late."""
 
+import itertools
 import json
 import socket
 import threading
@@ -12,12 +13,13 @@ import pytest
 import torch
 
 import regard
+from regard.decode.engine import Engine
 from regard.layers import Classify
 from regard.models.adapt import with_head
 from regard.serve.edge import Limits
-from regard.serve.host import Host, Job
+from regard.serve.host import PAUSE, Host, Job
 from tests.serve.running import Client, running
-from tests.serve.test_faults import head
+from tests.serve.test_faults import LONG, SHORT, head
 from tests.test_cli import SMALL, folder, put
 from tests.text import tiny
 
@@ -184,3 +186,34 @@ def test_a_text_that_cannot_be_cut_is_bounded(
     path, body = TASKS[name]
     error = client.post(path, body, 400)["error"]
     assert error["param"] == "input" and "at most 4 in one piece" in error["message"]
+
+
+def test_nobody_waits_for_what_is_warmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are measured while nobody waits; where somebody does, graphs are recorded in little of the time."""
+    idle, busy, took = list[bool](), list[float](), 0.02
+
+    def warm(engine: Engine, measuring: bool = True) -> bool:
+        host = client.app.hosts["demo"]
+        if measuring:
+            idle.append(engine.idle and host.inbox.empty() and not host.jobs)
+        else:
+            busy.append(time.monotonic())
+        time.sleep(took)
+        return True
+
+    with running({"demo": "demo"}) as client:
+        expected = client.post("/v1/completions", SHORT)["choices"]
+        # As if much were to be done.
+        monkeypatch.setattr(Engine, "warm", warm)
+        monkeypatch.setattr(Engine, "cold", True)
+        thread = threading.Thread(target=client.post, args=("/v1/completions", LONG))
+        thread.start()
+        while thread.is_alive():
+            assert client.post("/v1/completions", SHORT)["choices"] == expected
+        assert idle and all(idle)
+        assert all(b - a > PAUSE * took for a, b in itertools.pairwise(busy))
+        client.app.hosts["demo"].warm = False
+        assert client.request("GET", "/ready")[0] == 503
+        monkeypatch.setattr(Engine, "cold", False)
+        assert client.post("/v1/completions", SHORT)["choices"] == expected
+        assert client.request("GET", "/ready")[0] == 200

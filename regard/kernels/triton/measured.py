@@ -1,5 +1,6 @@
 """Which of several forms of the same work is fastest on this GPU: measured when a shape is first met, and kept in the
-user's cache folder by the card's name and the versions, so that no constant of another card decides."""
+user's cache folder by the card's name and the versions, so that no constant of another card decides. Where somebody
+waits, as in a server, measuring is put off: the first form serves until `measure` is called."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import functools
 import json
 import os
 import statistics
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,37 @@ CLEARLY = 0.97  # how much faster another than the first must be: as fast is not
 Form = Callable[[Tensor], Any]
 
 
+class _Thread(threading.local):
+    """Whether this thread puts measuring off, and what it has met since."""
+
+    def __init__(self) -> None:
+        self.puts_off, self.met = False, dict[str, tuple[Tensor, Mapping[str, Form]]]()
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def put_off(on: bool = True) -> Iterator[None]:
+    """Inside, what is first met is remembered for `measure`."""
+    before, _thread.puts_off = _thread.puts_off, on
+    try:
+        yield
+    finally:
+        _thread.puts_off = before
+
+
+def unmeasured() -> bool:
+    """Whether something was put off."""
+    return bool(_thread.met)
+
+
+def measure() -> None:
+    """Measure one of those that were put off."""
+    key = next(iter(_thread.met))
+    _measure(key, *_thread.met.pop(key))
+
+
 def fastest(key: str, weight: Tensor, forms: Mapping[str, Form]) -> str:
     """The name of the fastest form of what is done with a weight: the first unless another is clearly faster. Where
     nothing can be measured, off a GPU or while a graph is being recorded, the first."""
@@ -30,13 +63,21 @@ def fastest(key: str, weight: Tensor, forms: Mapping[str, Form]) -> str:
         return first
     known = table(card())
     if known.get(key) not in forms and not torch.cuda.is_current_stream_capturing():
-        with contextlib.suppress(torch.cuda.OutOfMemoryError):
-            took = {name: seconds(call, weight) for name, call in forms.items()}
-            best = min(took, key=took.__getitem__)
-            known[key] = best if took[best] < CLEARLY * took[first] else first
-            keep(card(), key, known[key])
+        if _thread.puts_off:
+            _thread.met[key] = weight, forms
+        else:
+            _measure(key, weight, forms)
     name = known.get(key, first)
     return name if name in forms else first
+
+
+def _measure(key: str, weight: Tensor, forms: Mapping[str, Form]) -> None:
+    first, known = next(iter(forms)), table(card())
+    with contextlib.suppress(torch.cuda.OutOfMemoryError):
+        took = {name: seconds(call, weight) for name, call in forms.items()}
+        best = min(took, key=took.__getitem__)
+        known[key] = best if took[best] < CLEARLY * took[first] else first
+        keep(card(), key, known[key])
 
 
 @functools.cache

@@ -19,7 +19,8 @@ class Recorder:
     def record(self, key: Any, call: Callable[[], Any]) -> None:
         """`call` has run before, so that nothing is compiled or chosen now."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        # Other threads, which serve other models, go on meanwhile.
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             call()
         self.pool = self.pool or graph.pool()
         self.graphs[key] = graph

@@ -1,0 +1,110 @@
+"""Nobody waits for somebody else's many prompts, long answers, long prompts or sources; and all say the same."""
+
+from typing import Any
+
+import pytest
+
+from regard.decode.engine import Engine
+from regard.decode.plain import PlainLane
+from regard.decode.settings import Settings
+from tests.decode.test_priorities import WAYS, ways
+from tests.decode.tiny import answers, full, model, prompts, request
+
+OPTIONS = {
+    way: options | {"chunk": 8} | ({} if "layout" in options else {"pages": 400})
+    for way, options in WAYS.items()
+}
+
+
+def engine_of(way: str, **more: Any) -> Engine:
+    engine = Engine(model("gqa_rope"), **OPTIONS[way], **more)
+    if engine.slots is not None:
+        # A round is a step, as elsewhere.
+        engine.slots.runner.look = 1
+    return engine
+
+
+def ended(engine: Engine, asked: list[tuple[list[int], Settings]], name: str) -> list[int]:
+    """The order in which they end, and that they say what each says alone."""
+    order, texts = list[int](), {}
+    while not engine.idle:
+        for event in engine.step():
+            if event.done is not None:
+                order.append(event.request)
+                texts[event.request] = [r.ids for r in event.done]
+    assert [texts[i] for i in range(len(asked))] == answers(name, asked)
+    full(engine.pool)
+    return order
+
+
+@ways
+@pytest.mark.parametrize("kind", [{}, {"temperature": 1.0, "samples": 2}, {"beams": 2}])
+def test_prompts_of_one_client_come_after_the_first_of_others(way: str, kind: Any) -> None:
+    s, short = Settings(max_new_tokens=20, **kind), Settings(max_new_tokens=2)
+    engine = engine_of(way, rows=2 * s.rows)
+    asked = [(p, s) for p in prompts((3, 5, 4, 6, 3))] + [([1, 2], short)]
+    for i, (prompt, settings) in enumerate(asked):
+        if settings is short:
+            for _ in range(4):
+                engine.step()
+        turn = 0 if settings is short else i * s.rows
+        engine.submit(request("gqa_rope", prompt, settings, key=i, turn=turn))
+    assert ended(engine, asked, "gqa_rope")[0] == 5
+
+
+@ways
+def test_who_has_waited_long_takes_the_row_of_the_longest_served(way: str) -> None:
+    """Were it not for patience, the last would end last."""
+    long, short = Settings(max_new_tokens=30), Settings(max_new_tokens=2)
+    asked = [(p, long) for p in prompts((3, 5, 4))] + [([1, 2], short)]
+    for patience in (1e9, 0.0):
+        engine = engine_of(way, rows=2, patience=patience)
+        for i, (prompt, settings) in enumerate(asked):
+            engine.submit(request("gqa_rope", prompt, settings, key=i))
+        order = ended(engine, asked, "gqa_rope")
+        assert order.index(3) == (0 if patience == 0.0 else 2), order
+
+
+@pytest.mark.parametrize("kind", [{"beams": 2}, {}])
+def test_turns_come_to_an_end(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little patience there is: who is put back has come further, and a search is not put back."""
+    s = Settings(max_new_tokens=9, **kind)
+    engine, asked = Engine(model("gqa_rope"), rows=s.rows, page=2, pages=200, patience=0.0), []
+    put_back, real = list[int](), engine._put_back
+    monkeypatch.setattr(engine, "_put_back", lambda r: (put_back.append(r.number), real(r)))
+    for i, prompt in enumerate(prompts((3, 30, 9, 17))):
+        asked.append((prompt, s))
+        engine.submit(request("gqa_rope", prompt, s, key=i))
+    ended(engine, asked, "gqa_rope")
+    assert bool(put_back) is not bool(kind)
+
+
+@ways
+def test_short_prompts_do_not_wait_for_long_ones(way: str) -> None:
+    s = Settings(max_new_tokens=1)
+    engine = engine_of(way, rows=8)
+    asked = [(p, s) for p in prompts((40, 41, 42, 43, 2))]
+    for i, (prompt, settings) in enumerate(asked):
+        engine.submit(request("gqa_rope", prompt, settings, key=i))
+    order = ended(engine, asked, "gqa_rope")
+    # The first, which has half of every chunk, is the next.
+    assert order[:2] == [4, 0]
+
+
+@pytest.mark.parametrize("name", ["pair", "twin", "captioner"])
+def test_sources_are_read_a_chunk_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, real = list[int](), PlainLane._read
+
+    def counted(lane: PlainLane, group: Any) -> None:
+        if lane.chunk == 40:
+            read.append(sum(lane._source(slot) + size for slot, size in group))
+        real(lane, group)
+
+    monkeypatch.setattr(PlainLane, "_read", counted)
+    s = Settings(max_new_tokens=2)
+    engine = Engine(model(name), rows=16, chunk=40, page=2, pages=400)
+    asked = [(p, s) for p in prompts([9] * 12)]
+    for i, (prompt, settings) in enumerate(asked):
+        engine.submit(request(name, prompt, settings, key=i))
+    ended(engine, asked, name)
+    assert len(read) > 1 and max(read) <= 40
