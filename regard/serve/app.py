@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from ipaddress import ip_address
@@ -73,7 +74,9 @@ class App(Models):
     def __init__(self, folders: Mapping[str, str | Path], **more: Any):
         super().__init__(folders, **more)
         self.draining, self.files = False, page_files()
-        # Now, since later there may be no file left for their pipes.
+        # Workers and processes begin now: later there may be no file left for their pipes.
+        for _ in range(2):
+            self.pool.submit(time.sleep, 0.01)
         TEMPLATES.begin()
         GRAMMARS.begin()
         TEXTS.begin()

@@ -32,7 +32,7 @@ CHECKED = 1.0  # seconds between looks at the file of keys
 BOUNDS = "0.005 0.01 0.025 0.05 0.1 0.25 0.5 1 2.5 5 10 30 60 120 300 +Inf"
 KINDS = {401: "authentication_error", 403: "permission_error", 408: "timeout_error"}
 KINDS |= {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
-NAMED = re.compile(r"unknown field `(.*?)`|required field `(.*?)`")
+NAMED = re.compile(r"unknown field `(.*?)`|required field `(.*?)`", re.DOTALL)
 # How the engine's sentences name a setting, and what clients call those that have another name here.
 SETTINGS = "temperature top_p top_k min_p seed logit_bias presence_penalty frequency_penalty repetition_penalty "
 SETTINGS += "max_tokens min_tokens n beams length_penalty stop"
@@ -40,7 +40,7 @@ SETTING = re.compile(
     r"^(NAME)(?: is |=)|\bleave (NAME)=".replace("NAME", SETTINGS.replace(" ", "|"))
 )
 CALLED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "samples": "n"}
-AT = re.compile(r" - at `(?:key` in `)?\$\.?(.*?)`$")
+AT = re.compile(r" - at `(?:key` in `)?\$\.?(.*?)`$", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,8 @@ class Exchange:
             last = next((x for x in named.groups() if x), "") if named else ""
             where = ".".join(x for x in (at[1] if at else "", last) if x)
             why = AT.sub("", text) + (f" - at {where}" if where else "")
-            raise Refusal(400, why, where or None) from None
+            # A field may be called nothing.
+            raise Refusal(400, why, where if where or named else None) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Refusal(400, f"the body is not JSON: {error!s:.200}") from None
 

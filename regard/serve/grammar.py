@@ -73,7 +73,9 @@ class Matching:
         self.root, self.param, self.words = root, param, np.zeros(-(-size // 32), np.int32)
         self.samples: dict[int, tuple[Any, list[int]]] = {}
         self.fault: str | None = None
-        self.calls, self.seconds = 0, 0.0
+        # A mask of a large vocabulary takes longer.
+        self.each = EACH * max(1.0, size / 50_000)
+        self.tokens, self.seconds = 0, 0.0
 
     def __call__(self, sample: int, ids: list[int]) -> Any:
         if not ids and self.root.first is not None:
@@ -84,14 +86,14 @@ class Matching:
             # It was put back, and is told from its beginning.
             matcher, seen = self.root.matcher.deep_copy(), []
         matcher.consume_tokens(ids[len(seen) :])
-        self.samples[sample] = matcher, ids
+        self.samples[sample], self.tokens = (matcher, ids), self.tokens + len(ids) - len(seen)
         self.words.fill(0)
         if not matcher.is_stopped():
             matcher.unsafe_compute_mask_ptr(self.words.ctypes.data, self.words.nbytes)
-        self.calls, self.seconds = self.calls + 1, self.seconds + time.thread_time() - began
+        self.seconds += time.thread_time() - began
         if matcher.is_error():
             self.fault = f"it could not be followed: {why_not(matcher)}"
-        elif self.seconds > ONCE + EACH * self.calls:
+        elif self.seconds > ONCE + self.each * self.tokens:
             self.fault = "it takes too long to follow; make it simpler"
         if self.fault is not None:
             raise ValueError(self.fault)

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from regard.serve.app import ROUTES
 from regard.serve.edge import Limits
 from regard.serve.host import Options
 from tests.serve.running import Client, running
@@ -55,21 +56,6 @@ ODD: list[Any] = [
     [None],
 ]
 ODD += ["a" * 5000, [70] * 600, {"type": "object"}, [{"role": "user", "content": "x"}], "required"]
-NAMES = [
-    "stream",
-    "temperature",
-    "top_p",
-    "seed",
-    "tools",
-    "tool_choice",
-    "response_format",
-    "logit_bias",
-    "beams",
-    "echo",
-    "priority",
-    "user",
-    "text",
-]
 
 
 def mutated(rng: random.Random) -> tuple[str, bytes]:
@@ -77,7 +63,8 @@ def mutated(rng: random.Random) -> tuple[str, bytes]:
     path, body = rng.choice(SEEDS)
     body = json.loads(json.dumps(body))
     for _ in range(rng.randint(1, 3)):
-        place, key = body, rng.choice([*body, *NAMES])
+        # Every field that the path takes, so that the next one is tried the moment it exists.
+        place, key = body, rng.choice([*body, *ROUTES[path].shape.__struct_fields__])
         while isinstance(place.get(key), (dict, list)) and place[key] and rng.random() < 0.7:
             inner = place[key]
             if isinstance(inner, list):
@@ -100,6 +87,13 @@ def mutated(rng: random.Random) -> tuple[str, bytes]:
     return path, data
 
 
+def named(content: bytes) -> bool:
+    """Whether an error says which field is wrong, or that there are no fields."""
+    error = json.loads(content.removeprefix(b"data: ").split(b"\n")[0])["error"]
+    nothing = ("the body is not JSON", "Expected `object`")
+    return error["param"] is not None or error["message"].startswith(nothing)
+
+
 def spoil(client: Client, count: int, seed: int = 0) -> Counter[int]:
     """Statuses of spoilt bodies, by how often they came."""
     rng, counts = random.Random(seed), Counter[int]()
@@ -108,8 +102,9 @@ def spoil(client: Client, count: int, seed: int = 0) -> Counter[int]:
             asked = [mutated(rng) for _ in range(min(1000, count - start))]
             jobs = [pool.submit(client.request, "POST", *each) for each in asked]
             for (path, body), job in zip(asked, jobs):
-                status = job.result()[0]
+                status, _, content = job.result()
                 assert status < 500, (status, path, body)
+                assert status != 400 or named(content), (path, body, content)
                 counts[status] += 1
     client.idle()
     return counts
