@@ -2,8 +2,10 @@
 
 import json
 import lzma
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from regard.cli.data import TokenizerOptions as Train
 from regard.cli.data import breadth, columns, picture, visible
 from regard.cli.main import main
 from regard.cli.shared import parse
-from regard.errors import UsageError
+from regard.errors import Notice, UsageError
 from regard.text import Tokenizer, needed
 from regard.train.tasks import TASKS
 
@@ -62,6 +64,83 @@ assert not heavy, heavy
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "regard data peek story.txt" in done.stdout and "--overlong" in done.stdout
+
+
+# --- what is read -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unit", ["file", "line", "paragraph"])
+def test_peek_reads_what_it_shows_and_no_more(
+    unit: str, tok: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What stands far behind may be anything: it is not read."""
+    path = tmp_path / "long.txt"
+    path.write_bytes(b"the dog runs in the park\n\n" * 100_000 + b"\xff\xff")
+    flags = ["--tokenizer", tok, "--length", 16, "--unit", unit]
+    assert command(Peek, path, *flags, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["sampled"] and found["counts"]["tokens"] < 400_000 and len(found["rows"]) == 4
+    assert command(Peek, path, *flags) == 0
+    assert "long.txt, the beginning: " in capsys.readouterr().out
+    with pytest.raises(UsageError, match="is no UTF-8"):
+        command(Peek, path, *flags, "--batch", 30_000)
+
+
+def test_peek_at_a_table_sorted_by_its_classes(
+    tok: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [f"the dog runs\t{'no' if i < 30_000 else 'yes'}\n" for i in range(60_000)]
+    path = put(tmp_path / "a.tsv", "".join(rows))
+    flags = ["--columns", "text=0", "--columns", "label=1", "--tokenizer", tok, "--json"]
+    assert command(Peek, path, *flags) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["sampled"] and found["counts"]["records"] < 30_000
+
+
+def test_peek_leaves_nothing_behind_when_it_is_ended(tok: Path, tmp_path: Path) -> None:
+    home = tmp_path / "temporary"
+    home.mkdir()
+    # Nobody writes to it: reading it lasts until the command is ended.
+    os.mkfifo(tmp_path / "endless.txt")
+    flags = ["data", "peek", str(tmp_path / "endless.txt"), "--tokenizer", str(tok)]
+    env = {**os.environ, "TMPDIR": str(home)}
+    process = subprocess.Popen([sys.executable, "-m", "regard", *flags], cwd=ROOT, env=env)
+    while not any(home.iterdir()):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait() == 143 and not any(home.iterdir())
+
+
+def test_example_of_the_help_is_one_document_and_works(
+    tok: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = put(tmp_path / "story.txt", "the dog runs in the park. " * 60)
+    with pytest.warns(Notice, match="split here; training asks: data.overlong"):
+        assert command(Peek, path, "--tokenizer", tok, "--length", 64) == 0
+    assert "1 longer than 64 tokens: split" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="or --overlong truncate, drop or split"):
+        command(Peek, path, "--tokenizer", tok, "--length", 64, "--overlong", "error")
+
+
+CURES = {
+    "encoding": ("a.txt", b"f\xfcr", [], "for example --encoding 'cp1252'"),
+    "marker": ("a.txt", b"x<|endoftext|>y", [], "say --marker '<|endoftext|>'"),
+    "header": ("a.tsv", b"text\tlabel\ngood\t1\nbad\t0\n", ["--columns", "text=0", "--columns", "label=1"],
+               "--header False reads it as one"),
+    "batch": ("a.txt", b"abc", ["--pack", "none", "--tokens", "1"], "say a larger tokens"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CURES)
+def test_cure_is_given_as_the_flag_that_can_be_typed(
+    name: str, tok: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, content, flags, cure = CURES[name]
+    (tmp_path / file).write_bytes(content)
+    main(["data", "peek", str(tmp_path / file), "--tokenizer", str(tok), *flags])
+    said = capsys.readouterr().err
+    assert cure in said and " = " not in said.replace("<|endoftext|>", "")
 
 
 # --- tokenizer train ----------------------------------------------------------------------------------------------
@@ -124,7 +203,7 @@ def test_peek_shows_tokens_ids_labels_and_borders(
     out = capsys.readouterr().out
     head, about, batch, *_ = out.splitlines()
     assert head.startswith(f"{text}: 5 examples, 1 empty; ") and "0.00% unknown" in head
-    assert "documents, packed into" in about and "task lm, seed 0, batch 0: 1 x 40" in batch
+    assert "tokens learned, packed into" in about and "task lm, seed 0, batch 0: 1 x 40" in batch
     lines = [line for line in out.splitlines() if line.startswith("  ")]
     table = [line for line in lines if not line.startswith("  up to ")]
     assert {line.split()[0] for line in table} == {"input", "ids", "label"}
@@ -219,12 +298,16 @@ def test_peek_draws_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     "arguments, sentence, code",
     [
         ([], "name a data file", 2),
-        (["A", "--length", 4, "--unit", "line"], "say a larger length, or overlong = truncate", 4),
+        (
+            ["A", "--length", 4, "--unit", "line", "--overlong", "error"],
+            "say a larger length, or --overlong truncate",
+            4,
+        ),
         (["nowhere.txt"], "nowhere.txt does not exist", 4),
         (["A", "--batch", -1], "--batch is -1", 2),
         (["A", "--columns", "text"], "--columns is 'text'; give NAME=VALUE", 2),
         (["A", "--task", "classify"], "plain text, which has no columns", 2),
-        (["A", "--rows", 0, "--pack", "none"], "rows = 0", 2),
+        (["A", "--rows", 0, "--pack", "none"], "--rows 0: give 1 or more", 2),
     ],
 )
 def test_mistake_is_one_sentence(

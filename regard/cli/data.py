@@ -3,11 +3,16 @@ tokenizer train: learn a tokenizer from files."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import shutil
+import signal
+import sys
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,7 +20,7 @@ from tyro.conf import UseAppendAction as Many
 from tyro.conf import arg
 
 from regard.cli.shared import Count, DataFiles, Files, FolderName, Pairs, Reading, Switch, pairs
-from regard.errors import UsageError
+from regard.errors import Notice, UsageError, notice
 from regard.see.format import columns as breadth
 
 if TYPE_CHECKING:
@@ -28,6 +33,8 @@ if TYPE_CHECKING:
     from regard.data.train_tokenizer import Recipe
 
 SHADES = " .:-=+*#%@"
+# Characters of a file that are read at least.
+SAMPLE = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -57,8 +64,8 @@ class Options:
     tokens: Count = None  # tokens of a batch (of each side), padding included
     # how documents share rows; spans and infill repair whole rows, which is stream to them
     pack: Literal["documents", "stream", "windows", "none"] = "documents"
-    # what happens to examples that are longer than a row
-    overlong: Literal["error", "truncate", "drop", "split"] = "error"
+    # what happens to examples that are longer than a row; default: split where documents are packed
+    overlong: Literal["error", "truncate", "drop", "split"] | None = None
     seed: int = 0  # another number, another order
     batch: int = 0  # which batch
     json: Switch = False  # one JSON object
@@ -70,10 +77,18 @@ def run(options: Options) -> int:
         raise UsageError("name a data file")
     if options.batch < 0:
         raise UsageError(f"--batch is {options.batch}; give a number from 0")
-    with tempfile.TemporaryDirectory(prefix="regard-peek-") as folder:
-        config = options.files[0].endswith(".toml")
-        peek = (from_config if config else from_files)(options, Path(folder))
-        print(peek.json() if options.json else peek.text())
+    # Nothing stays behind, however it is ended.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        with tempfile.TemporaryDirectory(prefix="regard-peek-") as folder:
+            if options.files[0].endswith(".toml"):
+                peek = from_config(options, Path(folder))
+            else:
+                with in_flags():
+                    peek = from_files(options, Path(folder))
+            print(peek.json() if options.json else peek.text())
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 
@@ -82,23 +97,26 @@ def from_config(options: Options, folder: Path) -> Peek:
     if replace(options, batch=0, json=False) != Options(options.files[:1]):
         alone = "give it alone, with --batch and --json; other settings belong into it"
         raise UsageError(f"{options.files[0]} says how data is read: {alone}")
-    from regard.train.build import marks, read_data, start_of
+    from regard.train.build import marks, read_data, start_of, tell_marks
     from regard.train.config import check, read
 
     config = read(Path(options.files[0]))
     check(config)
     _, coder, loaded = read_data(config, start_of(config, device="meta"), folder)
+    for text in tell_marks(config.task, config.data.template, coder):
+        notice(text)
     feed = config.fed(loaded.feed, marks(coder))
     return Peek(replace(options, seed=config.train.seed), config.task, loaded, coder, feed)
 
 
 def from_files(options: Options, folder: Path) -> Peek:
+    """A batch of what stands first in the files; the rest is not read."""
     from regard.data.config import ROWED, Data, load
     from regard.data.corrupt import Corrupted
     from regard.data.tokens import Coder
     from regard.files import resolve_model
     from regard.text import Tokenizer, needed
-    from regard.train.build import marks
+    from regard.train.build import marks, tell_marks
     from regard.train.tasks import TASKS
 
     reading, coder = options.reading.settings(), None
@@ -117,10 +135,19 @@ def from_files(options: Options, folder: Path) -> Peek:
     # Rows that are repaired whole are not shared.
     pack = "stream" if row.reads in ROWED and not row.packed and pack == "documents" else pack
     packed = row.reads in ROWED and pack != "none"
-    asked = {n: getattr(options, n) for n in ("target", "tokens", "overlong")} | {"pack": pack}
+    asked: dict[str, Any] = {n: getattr(options, n) for n in ("target", "tokens")} | {"pack": pack}
+    asked["overlong"] = options.overlong or ("split" if packed and pack == "documents" else "error")
     asked["length"] = 128 if options.length is None and packed else options.length
     asked["rows"] = 4 if options.rows is None and options.tokens is None else options.rows
-    loaded = load(row.reads, Data(options.files, **asked, **reading), coder, folder, options.seed)
+    # Characters of so many batches, and some more that they are shuffled with; pictures of a class.
+    wanted = (options.tokens or asked["rows"] * (asked["length"] or 128)) * (options.batch + 1)
+    sample = max(32 * wanted, SAMPLE) if coder else (asked["rows"] or 1) * (options.batch + 1)
+    data = Data(options.files, **asked, **reading)
+    loaded = load(row.reads, data, coder, folder, options.seed, sample=sample)
+    for text in tell_marks(task, "", coder):
+        notice(text)
+    if options.overlong is None and "split" in getattr(loaded.feed, "note", ""):
+        notice("documents that are longer than a row are split here; training asks: data.overlong")
     feed: Feed = loaded.feed
     if row.corruption is not None:
         feed = Corrupted(loaded.feed, row.corruption(marks(coder)), options.seed)
@@ -138,6 +165,31 @@ def task_of(options: Options, reading: dict[str, Any]) -> str:
     if kind == "squad":
         return "answer"
     return "tag" if "tags" in roles else "classify" if "label" in roles else "lm"
+
+
+@contextlib.contextmanager
+def in_flags() -> Iterator[None]:
+    """What is told of settings, told of the flags that have their names."""
+    names = "|".join(
+        f.name for f in (*fields(Options), *fields(Reading), *fields(TokenizerOptions))
+    )
+
+    def flagged(text: str) -> str:
+        text = re.sub(
+            rf"\b(?:data\.)?({names}) = ", lambda found: f"--{found[1].replace('_', '-')} ", text
+        )
+        return text.replace("--header false", "--header False")
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", Notice)
+        try:
+            yield
+        except UsageError as error:
+            error.args = (flagged(str(error)),)
+            raise
+    for each in told:
+        if issubclass(each.category, Notice):
+            notice(flagged(str(each.message)))
 
 
 class Peek:
@@ -176,6 +228,7 @@ class Peek:
         facts = {
             "version": 1,
             "task": self.task,
+            "sampled": bool(self.loaded.notes.get("sampled")),
             "counts": self.loaded.notes,
             "about": self.feed.describe(),
             "batches_a_pass": self.feed.epoch,
@@ -189,7 +242,9 @@ class Peek:
 
     def text(self) -> str:
         notes, b, classes = self.loaded.notes, self.batch, self.loaded.classes
-        head = f"{', '.join(self.options.files)}: {notes['records']:,} examples, {notes['empty']:,} empty"
+        sampled = ", the beginning" if notes.get("sampled") else ""
+        counts = f"{notes['records']:,} examples, {notes['empty']:,} empty"
+        head = f"{', '.join(self.options.files)}{sampled}: {counts}"
         if notes.get("tokens"):
             unknown = notes["unknown"] / notes["tokens"]
             head += f"; {notes['tokens']:,} tokens, {unknown:.2%} unknown"
@@ -198,6 +253,8 @@ class Peek:
         shape = " x ".join(map(str, b.ids.shape))
         counted = f"{b.tokens:,} of {b.labels.numel():,} labels are counted"
         number = f"task {self.task}, seed {self.options.seed}, batch {self.options.batch}"
+        if sampled:
+            head += "; the rest was not read, and what follows is of these"
         lines = [head, self.feed.describe(), f"{number}: {shape}, {counted}"]
         if bars := histogram(self.loaded.lengths):
             most = max(count for _, count in bars)
@@ -347,7 +404,8 @@ def tokenizer(options: TokenizerOptions) -> int:
             how = "name another folder, or say --overwrite"
             raise UsageError(f"{folder / 'tokenizer.json'} exists; {how}")
     for folder, wanted in groups.items():
-        print(learn(folder, source, roles, wanted, recipe))
+        with in_flags():
+            print(learn(folder, source, roles, wanted, recipe))
     return 0
 
 

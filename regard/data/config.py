@@ -246,8 +246,10 @@ def load(
     folder: Path,
     seed: int = 0,
     labels: Sequence[str] = (),
+    sample: int | None = None,
 ) -> Loaded:
-    """The feed of a task. Shards go into `folder`. `labels`: those that the model has already, in its order."""
+    """The feed of a task. Shards go into `folder`. `labels`: those that the model has already, in its order. `sample`:
+    of each data set, only about so many characters are read."""
     check_choice("task", task, KINDS)
     if coder is None and KINDS[task].texts:
         raise UsageError(f"task = {task!r} reads text and needs a tokenizer")
@@ -255,7 +257,7 @@ def load(
     batching = data.batching(seed)
     for name in ("train", "valid"):
         _tell_twice(data, name)
-    sources = [data.source()]
+    sources = [replace(data.source(), sample=sample)]
     if data.weights:
         sources = [replace(sources[0], paths=(path,)) for path in _tuple(data.train)]
     parts: list[Shards] = []
@@ -461,11 +463,11 @@ def shards_of(
         made_of["special"] = [coder.before, coder.between, coder.after, coder.start, coder.end]
     if task in CHATS and coder is not None:
         made_of["template"] = coder.tokenizer.templates.get("default")
-    hub = source.format == "hub"
-    here = SourceHashes([] if hub else source.files())
-    there = SourceHashes([] if hub else source.beside_files())
-    made_of |= {"sources": list(source.paths)} if hub else {"sources": here.hashes}
-    made_of |= {} if hub else {"beside": there.hashes}
+    known = source.format != "hub" and source.sample is None
+    here = SourceHashes(source.files() if known else [])
+    there = SourceHashes(source.beside_files() if known else [])
+    made_of |= {"sources": here.hashes if known else list(source.paths)}
+    made_of |= {"beside": there.hashes} if known else {}
 
     def fill(writer: Writer) -> None:
         try:

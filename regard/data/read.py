@@ -85,6 +85,14 @@ class LongText:
     def __iter__(self) -> Iterator[str]:
         return chunks(self.path, self.encoding)
 
+    def beginning(self, size: int | None) -> str:
+        """So many characters of it; none: all."""
+        read: list[str] = []
+        parts = iter(self)
+        while (size is None or sum(map(len, read)) < size) and (part := next(parts, "")):
+            read.append(part)
+        return "".join(read)[:size]
+
 
 Text = str | Iterable[str]
 
@@ -292,6 +300,9 @@ class Source:
     size: Count | None = None  # pictures are scaled to size x size
     delimiter: str = ""  # between the columns of a csv file; none: the one of , ; tab | that fits
     encoding: str = "utf-8"  # of text
+    sample: Count | None = (
+        None  # about so many characters are read, or pictures of a class; none: all
+    )
 
     def __post_init__(self) -> None:
         check_choice("unit", self.unit, UNITS)
@@ -321,6 +332,24 @@ class Source:
 def records(source: Source, roles: Sequence[str], long: bool = False) -> Iterator[Record]:
     """The examples with these roles. The labels of pictures can be read as texts: captions. With `long` a file that is
     one long document is a LongText."""
+    left = source.sample
+    for record in _records(source, roles):
+        text = record.get("text")
+        if isinstance(text, LongText) and (left or not long):
+            record["text"] = text.beginning(left)
+        yield record
+        if left is not None:
+            left -= length_of(record)
+            if left <= 0:
+                return
+
+
+def length_of(record: Record) -> int:
+    """Characters of an example."""
+    return sum(len(v if isinstance(v, str) else repr(v)) for v in record.values()) + 1
+
+
+def _records(source: Source, roles: Sequence[str]) -> Iterator[Record]:
     paths = source.files()
     if list(roles) == ["label"] and format_of(paths[0], source.format) in ARRAYS:
         yield from (Record({"label": name}) for name in pictures(source)[1])
@@ -334,8 +363,6 @@ def records(source: Source, roles: Sequence[str], long: bool = False) -> Iterato
             raise UsageError(f"{path} holds no text; text comes as {', '.join(READERS)}")
         for record in READERS[kind](path, source, roles):
             empty = False
-            if not long and isinstance(record.get("text"), LongText):
-                record["text"] = "".join(record["text"])
             yield record
         if empty:
             raise DataError(f"{path} is empty: it holds no examples")
@@ -736,7 +763,7 @@ def _arrays(path: Path, source: Source, beside: list[Path]) -> tuple[np.ndarray,
             "files"
         )
     if kind == "images":
-        return _folder(path, source.size)
+        return _folder(path, source)
     if kind == "npz":
         stored = load_arrays(path)
         x, y = (_named(stored, source, *role, path) for role in (("image", "x"), ("label", "y")))
@@ -795,16 +822,17 @@ def _idx(path: Path) -> np.ndarray:
     return np.frombuffer(data, kind, offset=4 + 4 * axes).reshape(shape)
 
 
-def _folder(path: Path, size: int | None) -> tuple[np.ndarray, list[str]]:
+def _folder(path: Path, source: Source) -> tuple[np.ndarray, list[str]]:
     needed("PIL.Image", "reading PNG and JPEG pictures", "pillow")
     classes = sorted(p for p in path.iterdir() if p.is_dir())
-    files = [f for p in classes for f in sorted(p.iterdir()) if f.suffix.lower() in SUFFIXES]
+    found = ([f for f in sorted(p.iterdir()) if f.suffix.lower() in SUFFIXES] for p in classes)
+    files = [f for each in found for f in each[: source.sample]]
     if not files:
         raise DataError(f"{path} has no pictures: make a folder for each class, with PNG or JPEG")
     images: list[np.ndarray] = []
     for file in files:
         # All are grey or coloured as the first one is.
-        image = read_picture(file, size, images[0].shape[2] if images else None)
+        image = read_picture(file, source.size, images[0].shape[2] if images else None)
         if images and image.shape != images[0].shape:
             (height, width, _), first = image.shape, images[0].shape
             raise DataError(

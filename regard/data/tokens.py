@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import decoders
 
 from regard.data.feed import IGNORE, UNANSWERED
-from regard.data.read import DataError, LongText, Record, Source, Text, pictures, records
+from regard.data.read import DataError, LongText, Record, Source, Text, length_of, pictures, records
 from regard.data.shards import Writer, token_dtype
 from regard.errors import UsageError
 from regard.text.build import blaming
@@ -141,7 +141,7 @@ class Filling:
 
     def __post_init__(self) -> None:
         self.count = {"records": 0, "empty": 0, "tokens": 0, "unknown": 0}
-        self.spelled = 0
+        self.spelled = self.length = 0
         self.end_text = "" if self.coder is None else self.coder.end_text
 
     def chunks(self, *roles: str) -> Iterator[list[Record]]:
@@ -150,7 +150,8 @@ class Filling:
         size = 0
         for record in records(self.source, roles, long=True):
             self.count["records"] += 1
-            more = sum(len(v if isinstance(v, str) else repr(v)) for v in record.values()) + 1
+            more = length_of(record)
+            self.length += more
             long = more > 2 * PIECE or isinstance(record.get("text"), LongText)
             if long and chunk:
                 yield chunk
@@ -206,6 +207,8 @@ class Filling:
         self.writer.notes = {**self.count, **notes}
         if self.spelled:
             self.writer.notes["spelled"] = self.spelled
+        if self.source.sample and self.length >= self.source.sample:
+            self.writer.notes["sampled"] = True
 
 
 def fill_documents(filling: Filling, masked: bool = False) -> None:
@@ -500,7 +503,8 @@ def classes_of(source: Source, role: str) -> list[str]:
         value = record[role]
         each = value if isinstance(value, list) else [value]
         names |= {name_of(v, record.where) for v in each}
-    return ordered(names)
+    # The first examples may all be of one class.
+    return ordered(names, least=1 if source.sample else 2)
 
 
 def ordered(names: set[str], least: int = 2) -> list[str]:

@@ -25,7 +25,7 @@ from regard.data.feed import CaptionFeed, Feed, ImageFeed, Objective, TextFeed
 from regard.data.read import LongText, Text, records, wording
 from regard.data.tokens import Coder, shown
 from regard.data.train_tokenizer import train_tokenizer, write_files
-from regard.errors import DATA, Fault, UsageError, blaming
+from regard.errors import DATA, Fault, UsageError, blaming, notice
 from regard.fast import train as fast
 from regard.files import TRAINED, read_files
 from regard.layers import LM, MLM, Classify, Tag
@@ -147,6 +147,10 @@ def read_data(
     reads = TASKS[config.task][0]
     files = {} if reads == "image" else tokenizer_files(config, start, folder)
     if template := config.data.template_file():
+        templates = {} if start is None else needed(Tokenizer.from_files(files, {})).templates
+        if templates.get("default", template.decode()) != template.decode():
+            how = "leave data.template out to go on with it"
+            notice(f"template = {config.data.template!r} takes the place of the model's own; {how}")
         files = {**files, TEMPLATE: template}
     with blaming(DATA):
         coder = Coder(needed(Tokenizer.from_files(files, {}))) if files else None
@@ -342,13 +346,18 @@ def notices(config: Config, model: Any, coder: Coder | None = None) -> list[str]
             f"positions from {length} to {longest} will not be trained: data.length = {length}, the model's context is "
             f"{longest}"
         )
+    return texts + tell_marks(config.task, config.data.template, coder)
+
+
+def tell_marks(task: str, template: str, coder: Coder | None) -> list[str]:
+    """Which marks a chat template writes that the tokenizer lacks, if any."""
     with suppress(UsageError):  # of a template that wants other messages
-        if coder is not None and (config.task == "chat" or config.data.template):
+        if coder is not None and (task == "chat" or template):
             lost = ", ".join(strange_marks(coder.tokenizer))
             why = "for which the tokenizer has no token: they are read as plain text, or as unknown"
             how = "data.template can name one with marks that it has"
-            texts += [f"the chat template writes {lost}, {why}; {how}"] if lost else []
-    return texts
+            return [f"the chat template writes {lost}, {why}; {how}"] if lost else []
+    return []
 
 
 def marks(coder: Coder | None) -> Marks | None:

@@ -301,6 +301,34 @@ def test_marks_that_the_tokenizer_lacks_are_named_once(
     assert main(["train", "chat.toml", "--quiet"]) == 0
     said = capsys.readouterr().err
     assert said.count("writes <|im_start|>, <|im_end|>, for which the tokenizer has no token") == 1
+    assert "takes the place" not in said  # it had none
+    # Looking at the data says the same, by the config and without one.
+    alone = ["chats.jsonl", "--task", "chat", "--length", "64", "--tokenizer", "runs/chat/last"]
+    for arguments in (["chat.toml"], alone):
+        assert main(["data", "peek", *arguments]) == 0
+        said = capsys.readouterr().err
+        assert (
+            said.count("writes <|im_start|>, <|im_end|>, for which the tokenizer has no tok") == 1
+        )
+
+
+def test_template_that_takes_the_place_of_the_models_own_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    jsonl(tmp_path / "chats.jsonl", FOUR)
+    Path("chat.toml").write_text(CONFIG, encoding="utf-8")
+    assert main(["train", "chat.toml", "--quiet"]) == 0
+    text, _, rest = CONFIG.replace('[tokenizer]\nkind = "bytes"', "").partition("[model]")
+    own = text + '[model]\nfolder = "runs/chat/last"\n' + rest[rest.index("[data]") :]
+    Path("own.jinja").write_text(CHATML.replace("assistant\\n", "assistant: "), encoding="utf-8")
+    told = "takes the place of the model's own; leave data.template out to go on with it"
+    for template, said in (("", 0), ('"chatml"', 0), ('"own.jinja"', 1)):
+        more = f"rows = 2\ntemplate = {template}" if template else "rows = 2"
+        Path("again.toml").write_text(own.replace("rows = 2", more), encoding="utf-8")
+        capsys.readouterr()
+        assert main(["data", "peek", "again.toml"]) == 0
+        assert capsys.readouterr().err.count(told) == said
 
 
 def test_decoding_stops_where_answers_end() -> None:
