@@ -506,7 +506,7 @@ class Models:
         except UsageError as error:
             raise refused(error, param) from None
         except RecursionError:
-            raise Refusal(400, "the body is nested too deep; send it flatter") from None
+            raise Refusal(400, "the body is nested too deep; send it flatter", param) from None
 
     @contextmanager
     def streaming(self) -> Iterator[None]:

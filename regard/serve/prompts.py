@@ -10,9 +10,8 @@ import msgspec
 
 from regard.decode.check import context_of, written
 from regard.decode.graphs import source_length
-from regard.errors import UsageError
 from regard.serve import shapes
-from regard.serve.edge import Refusal, refused
+from regard.serve.edge import Refusal
 from regard.serve.grammar import told_tools
 from regard.serve.host import Host, Models
 from regard.serve.sandbox import TEXTS
@@ -109,10 +108,13 @@ async def chat_ids(
     if tokenizer is None or not tokenizer.templates:
         why = f"{host.name} has no chat template; use /v1/completions"
         raise Refusal(400, why, param, "no_chat_template")
-    try:
-        check_variables(tokenizer, variables or {})
-    except UsageError as error:
-        raise refused(error, "chat_template_kwargs") from None
+    if variables:
+
+        def check() -> None:
+            check_variables(tokenizer, variables)
+            texts_of(variables)
+
+        await app.worker(check, "chat_template_kwargs")
     # A template makes a token of each at least.
     if len(messages) > most:
         raise too_long(f"{len(messages):,} messages", most, param)

@@ -204,6 +204,10 @@ def test_alone_is_among_others_and_streamed(demo: Client) -> None:
         assert [joined(stream.result()) for stream in streams] == alone
 
 
+DEEP: Any = 1
+for _ in range(900):
+    DEEP = [DEEP]
+DEEP_SCHEMA = {"name": "a", "schema": {"a": DEEP}}
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("chat", {"max_tokns": 1}, "max_tokns"),
     ("chat", {"temperature": "hot"}, "temperature"),
@@ -228,6 +232,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("chat", {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ("chat", {"chat_template_kwargs": {"eos_token": "x"}}, "chat_template_kwargs"),
     ("chat", {"continue_final_message": True}, "continue_final_message"),
+    ("chat", {"chat_template_kwargs": {"a": DEEP}}, "chat_template_kwargs"),
+    ("chat", {"response_format": {"type": "json_schema", "json_schema": DEEP_SCHEMA}}, "response_format"),
     ("chat", {"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ("chat", {"stop_token_ids": [10**6]}, "stop_token_ids"),
     ("chat", {"logit_bias": {"1000000": 1}}, "logit_bias"),
