@@ -272,22 +272,22 @@ def _cut(text: str, first: int, coder: Coder) -> int | None:
 
 def fill_chats(filling: Filling) -> None:
     """Conversations by the model's chat template; what the assistant said is learned."""
-    coder, ends = filling.coder, set[int]()
+    coder, ends, hidden = filling.coder, set[int](), set[str]()
     turns = [role for role in TURNS if role in filling.source.columns]
     if turns and not {"prompt", "response"} <= {*turns}:
         raise UsageError("columns: a chat has prompt and response, perhaps input and system")
 
     def rows(record: Record) -> list[dict[str, Learned]]:
         messages = asked_and_answered(record) if turns else record["messages"]
-        chats = learned_chat(coder.tokenizer, messages, record.get("tools"))
+        chats = learned_chat(coder.tokenizer, messages, record.get("tools"), hidden=hidden)
         for ids, said in chats:
             last = (i for i, yes in zip(reversed(ids), reversed(said)) if yes)
             ends.update(islice((i for i in last if i in coder.reserved), 1))
         return [{"ids": chat} for chat in chats]
 
     fill_learned(filling, turns or ("messages", "tools"), rows, ("ids",))
-    # Special tokens that an answer ends with.
-    filling.done(ends=sorted(ends))
+    # Special tokens that an answer ends with, and those that messages spell.
+    filling.done(ends=sorted(ends), spelt=sorted(hidden))
 
 
 def asked_and_answered(record: Record) -> list[dict[str, str]]:
@@ -306,7 +306,7 @@ def asked_and_answered(record: Record) -> list[dict[str, str]]:
 def fill_preferences(filling: Filling) -> None:
     """Two answers to one prompt, the better one first. Texts stand as they are; messages are written by the model's
     chat template, the turns that both answers share among the prompt."""
-    coder = filling.coder
+    coder, hidden = filling.coder, set[str]()
 
     def row(record: Record) -> list[dict[str, Learned]]:
         prompt, answers = record["prompt"], [record[side] for side in SIDES]
@@ -325,11 +325,11 @@ def fill_preferences(filling: Filling) -> None:
         else:
             talks = [conversation(prompt, answer) for answer in answers]
             shared = next((i for i, (a, b) in enumerate(zip(*talks)) if a != b), 0)
-            pair = [learned_chat(coder.tokenizer, x, None, shared)[0] for x in talks]
+            pair = [learned_chat(coder.tokenizer, x, None, shared, hidden)[0] for x in talks]
         return [dict(zip(SIDES, pair))]
 
     fill_learned(filling, ("prompt", *SIDES), row, SIDES)
-    filling.done()
+    filling.done(spelt=sorted(hidden))
 
 
 def conversation(prompt: Any, answer: Any) -> list[Any]:

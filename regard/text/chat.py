@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -33,6 +33,11 @@ SHAREGPT |= {"observation": "tool", "function_response": "tool"}
 # Where a message spells a special token, a character stands for it that no text holds.
 MARKS = 0x10F000
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# Texts that a template looks for in others: 'x' in content, content.split('x').
+LOOKS = re.compile(
+    r"""(['"])([^'"]+)\1\s+(?:not\s+)?in\s|\.(?:r?split|r?partition|(?:start|end)swith|replace|r?find|index|"""
+    r"""count|[lr]?strip|remove(?:pre|suf)fix)\(\s*(['"])([^'"]+)\3"""
+)
 # For models that come without a template.
 CHATML = """{% for m in messages %}
 {{ '<|im_start|>' + m.role + '\\n' + (m.content or '') }}
@@ -60,8 +65,10 @@ def encode_chat(
     **options: Any,
 ) -> list[int]:
     """The ids of the prompt that `render_chat` makes. A special token is one where the template says it; where a
-    message, a tool or a variable spells it, it stays text, so that no message can pose as another's turn."""
-    chat = _Shielded(tokenizer, check_messages(messages), tools, variables)
+    message, a tool or a variable spells it, it stays text, so that no message can pose as another's turn. But marks of
+    the assistant's own, such as </think>, are what they are where the template looks for them."""
+    name = options.get("template", "default")
+    chat = _Shielded(tokenizer, check_messages(messages), tools, variables, name)
     given: Any = {"tools": chat.tools, "variables": chat.variables, **options}
     return chat.located(render_chat(tokenizer, chat.messages, **given))[0]
 
@@ -71,14 +78,17 @@ def learned_chat(
     messages: Sequence[Message],
     tools: Sequence[Any] | None = None,
     first: int | None = None,
+    hidden: set[str] | None = None,
 ) -> list[Learned]:
     """A conversation as rows to learn from, mostly one: ids, and which of them the assistant said, by the template's
     own {% generation %} blocks where it has them.
 
     Elsewhere a turn is what the template adds to the prompt that asks for it. Where it writes an earlier turn otherwise
     once the talk has gone on (without its thoughts, say), that turn is a row of its own: as it was said. So it is done
-    too where turns before the `first` are only read."""
+    too where turns before the `first` are only read. `hidden` gets the special tokens that are spelt and stay text."""
     chat = _Shielded(tokenizer, check_messages([_turn(m) for m in listed(messages)]), tools)
+    if hidden is not None:
+        hidden.update(chat.marks.values())
     said_by = enumerate(m["role"] for m in chat.messages)
     turns = [i for i, role in said_by if role == "assistant" and i >= (first or 0)]
     if not turns:
@@ -123,31 +133,48 @@ def strange_marks(tokenizer: Tokenizer) -> list[str]:
 
 
 class _Shielded:
-    """Messages, tools and variables in which a private character stands for every special token that they spell."""
+    """Messages, tools and variables in which a private character stands for every special token that they spell: all
+    but those of the assistant that the template looks for, and so must see."""
 
     def __init__(
-        self, tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Any = None, variables: Any = None
-    ):  # fmt: skip
+        self,
+        tokenizer: Tokenizer,
+        messages: list[dict[str, Any]],
+        tools: Any = None,
+        variables: Any = None,
+        template: str = "default",
+    ):
         self.tokenizer = tokenizer
         added = tokenizer.core.get_added_tokens_decoder()
         self.ids = {token.content: (i, token) for i, token in added.items() if token.special}
         self.special = _any_of(token.content for token in added.values())
-        texts = texts_of([messages, tools, variables])
-        spelt = sorted({s for s in self.ids for text in texts if s in text}, key=len)
-        self.marks = {chr(MARKS + i): text for i, text in enumerate(spelt)}
+        own = self._looked_for(tokenizer.templates.get(template, ""))
+        said = [m for m in messages if m["role"] == "assistant"]
+        others = [[m for m in messages if m["role"] != "assistant"], tools, variables]
+        both = ((texts_of(said), self.ids.keys() - own), (texts_of(others), self.ids.keys()))
+        spelt = {s for texts, names in both for text in texts for s in names if s in text}
+        self.marks = {chr(MARKS + i): text for i, text in enumerate(sorted(spelt, key=len))}
         for mark in (*self.marks, OPEN, CLOSE):
-            if any(mark in text for text in texts):
+            if any(mark in text for texts, _ in both for text in texts):
                 raise UsageError(
                     f"a message holds the private character U+{ord(mark):X}; leave it out"
                 )
 
-        def hide(text: str) -> str:
+        def hide(text: str, shown: Container[str] = ()) -> str:
             # The longest first: one special token may be a part of another.
             for mark, special in reversed(self.marks.items()):
-                text = text.replace(special, mark)
+                text = text if special in shown else text.replace(special, mark)
             return text
 
-        self.messages, self.tools, self.variables = _each([messages, tools, variables], hide)
+        seen = partial(hide, shown=own)
+        self.messages = [_each(m, seen if m["role"] == "assistant" else hide) for m in messages]
+        self.tools, self.variables = _each([tools, variables], hide)
+
+    def _looked_for(self, source: str) -> set[str]:
+        """The special tokens that a template looks for in texts; never those that end one."""
+        texts = [match[2] or match[4] for match in LOOKS.finditer(source)]
+        ends = self.tokenizer.special.eos
+        return {s for s, (i, _) in self.ids.items() if i not in ends and any(s in x for x in texts)}
 
     def shown(self, text: str) -> str:
         for mark, special in self.marks.items():

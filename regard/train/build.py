@@ -78,6 +78,11 @@ def assemble(
     model.origin.config = {**saved, **labels(loaded.classes)}
     ended(model.origin, loaded.notes.get("ends", []))
     texts, small = label_notices(own, loaded), config.adapt.low_rank
+    if spelt := dict.fromkeys(loaded.notes.get("spelt", [])):
+        names = f"{', '.join(spelt):.200}"
+        texts.append(
+            f"messages spell {names}, special tokens; there they are learned as plain text"
+        )
     texts += notices(config, model, coder)
     # Beside LoRA the body stays in the type it is stored in, if the device computes in that; else all is float32.
     if small and device.type == "cpu" and (why := widen(model)):
