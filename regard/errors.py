@@ -8,6 +8,7 @@ import errno
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
+from types import FrameType
 
 VERSION = "0.1.0"
 
@@ -24,10 +25,15 @@ class Notice(UserWarning):
     """What a user should know though nothing is wrong; a command prints it as `note: ...`."""
 
 
+def _package(frame: FrameType) -> str:
+    # What is run by exec need not have a name.
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
+
+
 def notice(text: str) -> None:
     """Warn at the line outside this package that led here."""
     depth, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "regard":
+    while frame.f_back is not None and _package(frame) == "regard":
         depth, frame = depth + 1, frame.f_back
     warnings.warn(text, Notice, stacklevel=depth)
 

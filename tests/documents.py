@@ -12,7 +12,8 @@ What is done differs from what is printed by these rules alone:
 - A training makes two steps, or three where the command says how many; the measuring for a plan is short; an experiment
   is `--quick`; the data of recipes is little.
 - A command that does the same on every page (`SAME`) is done once for all of them.
-- A server gets a free port, is asked whether it is well, and ends; a chat is one line from stdin.
+- A server gets a free port, is asked whether it is well, and ends; what curl sends is answered by one with the same
+  model; a chat is one line from stdin.
 - Where lm-eval is not installed, its command has to say so.
 """
 
@@ -54,7 +55,19 @@ PAGES = ["README.md"] + [
     for pattern in ("*.md", "guides/*.md", "mechanisms/*.md")
     for path in sorted((ROOT / "docs").glob(pattern))
 ]
-PROGRAMS = ("regard", "make", "torchrun", "hf", "pip", "python", "git", "echo", "serve", "vllm")
+PROGRAMS = (
+    "regard",
+    "curl",
+    "make",
+    "torchrun",
+    "hf",
+    "pip",
+    "python",
+    "git",
+    "echo",
+    "serve",
+    "vllm",
+)
 NOT_RUN = r"<!-- not run: ([^>]+?) -->"
 FENCE = re.compile(rf"(?:^{NOT_RUN}\n)?^```(\w*)\n(.*?)^```$", re.M | re.S)
 INLINE = re.compile(rf"`((?:regard|torchrun) [^`]+)`(?:{NOT_RUN})?")
@@ -179,6 +192,7 @@ def make_files(home: Path) -> None:
         **dict.fromkeys(("chats.jsonl", "more.jsonl"), chat * 4),
         "pairs.jsonl": pair * 4,
         "squad.json": json.dumps(squad),
+        "alpaca.json": json.dumps([{"instruction": a, "input": "", "output": b} for a, b in PAIRS]),
     }
     for name, text in texts.items():
         (home / name).write_text(text, encoding="utf-8")
@@ -293,6 +307,7 @@ class Session:
     def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch):
         self.home, self.monkeypatch, self.open = home, monkeypatch, contextlib.ExitStack()
         self.names: dict[str, Any] = {"regard": regard}
+        self.serves = "demo"
         monkeypatch.chdir(home)
         monkeypatch.setenv("COLUMNS", "200")
         few = {"dates": few_dates, "sums": partial(recipes.corpora.make_sums, count=40)}
@@ -342,11 +357,15 @@ class Session:
         words, stdin = shlex.split(line, comments=True), "a cat?\n"
         if words[0] == "echo":
             stdin, words = words[1] + "\n", words[words.index("|") + 1 :]
+        if words[0] == "curl":
+            return self.curl(words)
         if "<" in words:
             stdin = Path(words[words.index("<") + 1]).read_text(encoding="utf-8")
         into = words[words.index(">") + 1] if ">" in words else ""
         words = words[: min(words.index(x) if x in words else len(words) for x in "<>")]
         assert words.pop(0) == "regard", f"{line}: mark it, if it cannot be run here"
+        if words[0] == "serve":
+            self.serves = words[1]
         link(model_for(words))
         for run in re.findall(r"runs/(\w+)", line):
             if Path("kept", run).exists() and not Path("runs", run).exists():
@@ -366,6 +385,14 @@ class Session:
             checked = code == 5 and "--min" in words
             assert code == 0 or checked, (line, code, out.getvalue(), err.getvalue())
         return out.getvalue() + err.getvalue()
+
+    def curl(self, words: list[str]) -> str:
+        """What the server that was begun last answers to curl SERVER/PATH --json BODY."""
+        at, flag, body = words[1:]
+        assert at.startswith(SERVER) and flag == "--json", words
+        name, _, folder = self.serves.rpartition("=")
+        with running({name or Path(folder).name: folder}) as client:
+            return json.dumps(client.post(at.removeprefix(SERVER), json.loads(body)))
 
 
 # What a block of Python may use without making it.

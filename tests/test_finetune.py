@@ -121,7 +121,7 @@ def test_task_is_what_the_columns_say_in_every_format(
     row = ROWS[name]
     if ending in ("csv", "tsv") and not all(isinstance(x, str | int) for x in row.values()):
         pytest.skip("lists do not stand in such tables")
-    file = written(tmp_path / f"{name}.{ending}", [row] * 12)
+    file = written(tmp_path / f"{name}.{ending}", [{**row, "more": i} for i in range(12)])
     tables = decide(home / model, file, None, "full")
     assert tables["task"] == task and tables["data"].get("columns", {}) == columns
     assert tables["data"]["held"] == 0.05 and tables["data"]["length"] <= 1024

@@ -66,8 +66,8 @@ KINDS: dict[str, Kind] = {
 PLAIN, PICTURED = ("lm", "mlm"), ("image", "caption")
 ROWED, CHATS = (*PLAIN, "chat"), ("chat", "prefer")
 TEXTS = tuple(name for name, kind in KINDS.items() if kind.texts and name not in PICTURED)
-# Formats with columns that have names.
-TABLES = ("tsv", "csv", "jsonl", "parquet", "arrow", "hub", "npz")
+# Formats with columns that have names; JSON that is a list has them too.
+TABLES = ("tsv", "csv", "jsonl", "squad", "parquet", "arrow", "hub", "npz")
 # Setting -> kinds and formats that use it (none: all); settings that are not here are used by all.
 USED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     **dict.fromkeys(("target", "valid_target"), ((*PLAIN, "seq2seq", *PICTURED), ())),

@@ -640,6 +640,8 @@ def _squad(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]
             for i, row in enumerate(data, 1):
                 yield _picked(dict(row), source, roles, f"example {i} of {path}")
             return
+        if source.columns:
+            raise UsageError(f"{path} is of SQuAD's form, which names its own columns; omit them")
         for article in data["data"]:
             for paragraph in article["paragraphs"]:
                 for asked in paragraph["qas"]:

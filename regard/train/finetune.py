@@ -74,7 +74,7 @@ FORMS = (
     *(Form(task, {"text": ("text", "content")}) for task in ("lm", "mlm", "spans")),
 )
 FEW = 10  # examples of which none is held out
-SHORT = 4000  # bytes of a plain text of which nothing is
+SHORT = 1000  # bytes of a plain text of which nothing is
 # The peak learning rate, and that of preferences, which are learned in small steps.
 RATES = {"full": (5e-5, 1e-6), "frozen": (1e-3, 1e-6), "lora": (2e-4, 1e-5), "qlora": (2e-4, 1e-5)}
 # A setting of the user's (with some values, or any), and those of ours that it takes the place of.
@@ -171,11 +171,13 @@ def decide(
 
 
 def _few(source: Source, rows: list[dict[str, Any]] | None) -> bool:
-    """Whether a share of the data would be less than one example, or some words."""
+    """Whether there is no share to hold out: few examples, copies of one, or some words."""
     files = source.files()
     if len(files) > 1 or format_of(files[0], source.format) in ARRAYS:
         return False
-    return len(rows) < FEW if rows is not None else files[0].stat().st_size < SHORT
+    if rows is None:
+        return files[0].stat().st_size < SHORT
+    return len(rows) < FEW or all(row == rows[0] for row in rows)
 
 
 def chat_templates(model: Any) -> bool:

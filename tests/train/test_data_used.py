@@ -102,7 +102,6 @@ CLASHES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"target": "b.txt", "columns": {"source": 0}},
         "columns are not used by the task seq2seq for parallel files",
     ),
-    "columns of SQuAD": ("answer", {"train": "a.json", "columns": {"text": "q"}}, "for squad files"),
     "role": (
         "classify",
         {"train": "a.tsv", "columns": {"source": 0}},
@@ -139,6 +138,7 @@ def test_setting_that_another_one_or_the_format_rules_out_is_refused(name: str) 
         ("lm", {"pack": "documents", "overlong": "split", "length": 4, "rows": 2}),
         ("seq2seq", {"target": "b.txt", "valid": "a.txt", "valid_target": "b.txt"}),
         ("answer", {"train": "a.jsonl", "columns": {"second": "context"}}),
+        ("chat", {"train": "a.json", "columns": {"prompt": "instruction", "response": "output"}}),
         ("image", {"train": "x.npz", "columns": {"image": "pictures"}}),
         ("image", {"train": "x.npy", "target": "y.npy", "shift": 2, "flip": True}),
         ("classify", {"train": "org/set:train", "format": "hub", "columns": {"text": "review"}}),

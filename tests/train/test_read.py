@@ -349,6 +349,16 @@ def test_plain_text_has_no_labels(tmp_path: Path) -> None:
         read(put(tmp_path / "a.txt", "x"), roles=("text", "label"))
 
 
+def test_columns_of_json_are_those_of_a_list(tmp_path: Path) -> None:
+    rows = put(tmp_path / "a.json", '[{"q": "a", "b": 1}, {"q": "c", "b": 2}]')
+    assert read(rows, columns={"text": "q"}) == [{"text": "a"}, {"text": "c"}]
+    with pytest.raises(UsageError, match="example 1 of .*a.json has no 'd'; it has: 'q', 'b'"):
+        read(rows, columns={"text": "d"})
+    squad = put(tmp_path / "s.json", '{"data": []}')
+    with pytest.raises(UsageError, match="is of SQuAD's form, which names its own columns"):
+        read(squad, columns={"text": "q"})
+
+
 # --- the hub extra ------------------------------------------------------------------------------------------------
 
 
