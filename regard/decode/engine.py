@@ -51,6 +51,7 @@ SHORT = "out of memory on {}: make the engine with fewer rows=, a smaller memory
 FAILED = "the model failed: {}"
 RANK = attrgetter("rank")
 LOG = logging.getLogger("regard.decode")
+LATEST = 6  # turn up to which patience doubles
 UNBOUND = 1 << 20  # tokens of a text in states alone, where the model names no length
 
 
@@ -384,19 +385,21 @@ class Engine:
             lane.waiting = bool(self.waiting)
 
     def _long_served(self, first: Request) -> list[Request]:
-        """If the first in the queue has waited long enough: who has had its row the longest, if that has come further
-        since. From now on its turn is after that of the one who waits. A search would begin anew, so it goes on."""
-        late, served = time.monotonic() - self.patience, dict[int, Request]()
+        """If the first in the queue has waited long enough, twice as long for each turn that it has had: of its own
+        turn, who has had its row the longest, if that has come further since; its turn is the next one from now on. A
+        search would begin anew, so it goes on."""
+        late = time.monotonic() - self.patience * 2 ** min(first.turn, LATEST)
+        served: dict[int, Request] = {}
         if first.since > late:
             return []
         for row in (row for lane in self.lanes.values() for row in lane.rows):
             request, plain = row.request, row.request.settings.beams == 1
-            if plain and request.priority == first.priority and len(row.ids) > request.had:
+            if plain and request.rank[:2] == first.rank[:2] and len(row.ids) > request.had:
                 served[request.number] = request
         longest = min(served.values(), key=attrgetter("since"), default=None)
         if longest is None or longest.since > late:
             return []
-        longest.turn = first.turn + 1
+        longest.turn += 1
         return [longest]
 
     def _enter(self, request: Request, keys: Sequence[bytes] = ()) -> None:

@@ -24,7 +24,7 @@ from regard.serve import shapes
 from regard.serve.edge import Exchange, Refusal, late
 from regard.serve.grammar import Matching, Reader, masks_for
 from regard.serve.host import Entry, Host, Models, Ran, Ticket, arrivals
-from regard.serve.prompts import chat_ids, prompts_of
+from regard.serve.prompts import chat_ids, check_turns, prompts_of
 from regard.text import needed
 from regard.text.tokenizer import check_stop
 
@@ -116,8 +116,8 @@ class Ask:
         with self.host.room(self.usage["prompt"]):
             try:
                 for i, ids in enumerate(self.prompts):
-                    # Those of others come in between.
-                    turn = i * self.settings.rows
+                    # As many rows of this client come before it, and its own: those of others come in between.
+                    turn = (i + 1) * self.settings.rows - 1
                     request = Request(ids, self.settings, key=i, turn=turn, **more)
                     if model.reads_source:
                         request.source = torch.tensor(ids, dtype=torch.long)
@@ -493,6 +493,8 @@ async def responses(app: Models, x: Exchange, body: shapes.Response) -> None:
 
 
 async def respond(app: Models, x: Exchange, body: shapes.Response) -> None:
+    if not isinstance(body.input, str):
+        check_turns(app, app.writer(body.model), body.input, "input")
     ask, (reader,) = await conversation(app, x, await app.worker(lambda: as_chat(body)))
     form = (body.text and body.text.format) or shapes.ResponseFormat("text")
     output, stream, settings = Output(), bool(body.stream), ask.settings

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import os
 import re
@@ -25,7 +26,7 @@ from regard.decode.check import context_of
 from regard.errors import ENVIRONMENT, VERSION, Fault, UsageError, nearest
 from regard.see import page
 from regard.serve import answers, shapes, tasks
-from regard.serve.edge import LOG, Exchange, Gone, Refusal, labelled, refused
+from regard.serve.edge import LOG, Exchange, Gone, Held, Refusal, labelled, refused
 from regard.serve.host import Host, Models, serves
 from regard.serve.prompts import chat_ids, encoded
 from regard.serve.sandbox import GRAMMARS, TEXTS
@@ -41,6 +42,7 @@ POLICY: dict[str, Any] = {
     "x-frame-options": "DENY",
     "cache-control": "no-cache",
 }
+WAITING = 2048  # connections that the system holds for us
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 # Of the tokens that are counted: our word, and vLLM's.
 COUNTED = {"prompt": "prompt", "new": "generation"}
@@ -73,7 +75,8 @@ class App(Models):
 
     def __init__(self, folders: Mapping[str, str | Path], **more: Any):
         super().__init__(folders, **more)
-        self.draining, self.files = False, page_files()
+        self.draining, self.files, self.held = False, page_files(), Held()
+        described()
         # Workers and processes begin now: later there may be no file left for their pipes.
         for _ in range(2):
             self.pool.submit(time.sleep, 0.01)
@@ -90,7 +93,7 @@ class App(Models):
             self.pool.shutdown(wait=False, cancel_futures=True)
             await send({"type": "lifespan.shutdown.complete"})
             return
-        x = Exchange(scope, receive, send, self.limits)
+        x = Exchange(scope, receive, send, self.limits, self.held)
         self.exchanges += 1
         try:
             try:
@@ -112,6 +115,7 @@ class App(Models):
                 raise
         finally:
             self.exchanges -= 1
+            x.release()
             self.count(x)
 
     async def answer(self, x: Exchange) -> None:
@@ -250,8 +254,9 @@ async def detokenize(app: App, x: Exchange, body: shapes.Detokenize) -> None:
     await x.json({"prompt": text})
 
 
-async def openapi(app: App, x: Exchange) -> None:
-    """What this server takes, from the same structs that check it."""
+@functools.cache
+def described() -> bytes:
+    """What is taken, as OpenAPI has it; made once."""
     taken = [route.shape for route in ROUTES.values() if route.shape is not None]
     refs, parts = msgspec.json.schema_components(taken, ref_template="#/components/schemas/{name}")
     wrong = {"description": "an error", "content": {"application/json": {}}}
@@ -264,7 +269,12 @@ async def openapi(app: App, x: Exchange) -> None:
             about["requestBody"] = {"required": True, "content": content}
         paths[path] = {"get" if route.shape is None else "post": about}
     head = {"openapi": "3.1.0", "info": {"title": "Regard", "version": VERSION}}
-    await x.json({**head, "paths": paths, "components": {"schemas": parts}})
+    return msgspec.json.encode({**head, "paths": paths, "components": {"schemas": parts}})
+
+
+async def openapi(app: App, x: Exchange) -> None:
+    """What this server takes, from the same structs that check it."""
+    await x.reply(described(), "application/json")
 
 
 class Route(NamedTuple):
@@ -328,6 +338,12 @@ class Protocol(H11Protocol):
 class Server(uvicorn.Server):
     """uvicorn's; when it is told to end, the app says that it is not ready, and what runs is finished."""
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        # asyncio takes as many connections at once as may wait for it: few, since others wait for that, of many.
+        for sock in sockets or ():
+            sock.listen(WAITING)
+
     def handle_exit(self, sig: int, frame: Any) -> None:
         self.config.app.draining = True  # type: ignore[union-attr]
         super().handle_exit(sig, frame)
@@ -340,7 +356,7 @@ def server_for(app: App) -> Server:
     # Threads that hand on what a step said must not wait long for each other.
     sys.setswitchinterval(0.001)
     more: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
-    more |= {"h11_max_incomplete_event_size": 64 << 10, "timeout_keep_alive": 30, "backlog": 2048}
+    more |= {"h11_max_incomplete_event_size": 64 << 10, "timeout_keep_alive": 30, "backlog": 16}
     more |= {"http": Protocol, "ws": "none", "lifespan": "on", "proxy_headers": False}
     return Server(uvicorn.Config(app, timeout_graceful_shutdown=round(app.limits.drain), **more))
 
@@ -349,7 +365,7 @@ def listen(host: str, port: int) -> socket.socket:
     """A socket, or a sentence that says why there is none."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=2048)
+        return socket.create_server((host, port), family=family, backlog=WAITING)
     except (OSError, OverflowError) as error:
         # Without the address, which Python says again.
         why = (getattr(error, "strerror", None) or str(error)).partition(" (while")[0]

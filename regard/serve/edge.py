@@ -25,6 +25,7 @@ from regard.errors import UsageError
 from regard.files import write_whole
 
 LOG = logging.getLogger("regard.serve")
+SMALL = 64 << 10  # bytes of a body that there is always room for
 T = TypeVar("T")
 PUBLIC = {"/health", "/ready"}  # of these no key is asked
 CHECKED = 1.0  # seconds between looks at the file of keys
@@ -45,9 +46,11 @@ AT = re.compile(r" - at `(?:key` in `)?\$\.?(.*?)`$", re.DOTALL)
 
 @dataclass(frozen=True)
 class Limits:
-    """What a client may ask for; each is a flag of `regard serve`."""
+    """What a client may ask for. /v1/limits tells; those that differ between servers are flags of `regard serve`."""
 
     body: int = 2 << 20  # bytes of a request
+    # Bytes of all requests that are being answered, but for the first 64 KiB of each.
+    bodies: int = 64 << 20
     headers: int = 100  # fields of a request, which together have at most 64 KiB
     prompt: int = 131_072  # tokens of a prompt, or the model's context
     new_tokens: int = 16_384  # tokens of an answer, where the request names no number
@@ -56,9 +59,8 @@ class Limits:
     schema: int = 65_536  # bytes of a schema
     queue: int = 256  # requests that run and wait, for each model; more are told to come back
     queue_tokens: int = 1 << 21  # of their prompts, for each model
-    whole: int = (
-        4096  # tokens of a text that is read in one piece: an encoder's, a vector's, a look's
-    )
+    # Tokens of a text that is read in one piece: an encoder's, a vector's, a look's.
+    whole: int = 4096
     streams: int = 1024  # streams that are open
     deadline: float = 600.0  # seconds for an answer
     read_timeout: float = 30.0  # seconds for a body to come; for the head of a request, a third
@@ -101,6 +103,13 @@ class Gone(Exception):
 
 
 @dataclass
+class Held:
+    """Bytes of the bodies of all requests."""
+
+    bytes: int = 0
+
+
+@dataclass
 class Exchange:
     """One request and its answer."""
 
@@ -108,6 +117,8 @@ class Exchange:
     receive: Callable[[], Awaitable[dict[str, Any]]]
     send: Callable[[dict[str, Any]], Awaitable[None]]
     limits: Limits
+    all_held: Held = field(default_factory=Held)
+    held: int = 0  # bytes of it, of this one's body
     id: str = field(default_factory=lambda: f"req_{secrets.token_hex(12)}")
     began: float = field(default_factory=time.monotonic)
     status: int = 0  # of the answer, once it has begun
@@ -135,6 +146,7 @@ class Exchange:
                         raise Gone
                     part, more = message.get("body", b""), message.get("more_body", False)
                     size += len(part)
+                    self.hold(min(size, self.limits.body) - SMALL)
                     body += part if size <= self.limits.body else b""
         except TimeoutError:
             if size <= self.limits.body:
@@ -142,6 +154,20 @@ class Exchange:
         if size > self.limits.body:
             raise Refusal(413, f"the body is larger than {self.limits.body:,} bytes; send less")
         return bytes(body)
+
+    def hold(self, size: int) -> None:
+        """Count so many bytes of the body until it is answered; where there is no room for them, refuse it. Alone it
+        may be as large as its own limit lets it."""
+        more, others = max(0, size - self.held), self.all_held.bytes - self.held
+        if more and others and self.all_held.bytes + more > self.limits.bodies:
+            why = f"other requests have {others:,} bytes; come back later"
+            # The rest of it is left unread.
+            closing = {"connection": "close"}
+            raise Refusal(429, why, code="queue_full", wait=1, headers=closing)
+        self.held, self.all_held.bytes = self.held + more, self.all_held.bytes + more
+
+    def release(self) -> None:
+        self.held, self.all_held.bytes = 0, self.all_held.bytes - self.held
 
     async def read(self, shape: type[T]) -> T:
         """The body as a struct; what is wrong is named by its field."""

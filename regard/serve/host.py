@@ -48,7 +48,7 @@ from regard.text import Stream, Tokenizer
 
 BACKLOG = 4096  # tokens of an answer that a client may leave unread
 PAUSE = 39  # times as long as a look took, until the next one
-PATIENCE = 0.2  # seconds that a request waits for a row before long answers take turns
+PATIENCE = 0.1  # seconds that a request waits for a row before long answers take turns
 HOLD = 0.02  # seconds: between two calls of the event loop, and to gather requests at the start
 LOOKED_AT = 256  # requests that ran, kept so that they can be looked into
 LOOKED_TOKENS = 1 << 16  # of one of them

@@ -36,6 +36,12 @@ def too_long(what: str, most: int, param: str) -> Refusal:
     return Refusal(400, why, param, "context_length_exceeded")
 
 
+def check_turns(app: Models, host: Host, turns: Sequence[Any], param: str) -> None:
+    """A template makes a token of each message and of each call, at least."""
+    if len(turns) > (most := room(app, host)):
+        raise too_long(f"{len(turns):,} messages and calls", most, param)
+
+
 def least_tokens(host: Host, size: int) -> int:
     """So many characters are at least so many tokens."""
     return size // max(CHARACTERS, needed(host.tokenizer).longest)
@@ -115,9 +121,7 @@ async def chat_ids(
             texts_of(variables)
 
         await app.worker(check, "chat_template_kwargs")
-    # A template makes a token of each at least.
-    if len(messages) > most:
-        raise too_long(f"{len(messages):,} messages", most, param)
+    check_turns(app, host, [*messages, *(c for m in messages for c in m.tool_calls or ())], param)
 
     def told() -> tuple[dict[str, Any], int]:
         each = [plain(message) for message in messages]

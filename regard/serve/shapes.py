@@ -15,6 +15,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Id = Annotated[int, Meta(ge=0, lt=2**31)]
 Ids = Annotated[list[Id], Meta(min_length=1)]
+Biases = Annotated[dict[Id, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)]
 Stop = Text | Annotated[list[Text], Meta(max_length=16)]
 # A text, ids, texts, or lists of ids.
 Prompts = str | Annotated[list[str | Id | Ids], Meta(min_length=1, max_length=2048)]
@@ -63,7 +64,7 @@ class Drawing(Answer):
     top_k: Annotated[int, Meta(ge=-1, le=10_000_000)] | None = None
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
-    logit_bias: dict[Id, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logit_bias: Biases | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Stop | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None

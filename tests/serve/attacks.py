@@ -80,7 +80,7 @@ class Attacker:
 
 
 def dumped(body: Any) -> bytes:
-    return json.dumps(body).encode()
+    return json.dumps(body, separators=(",", ":")).encode()
 
 
 # --- what is expensive --------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ ATTACKS: dict[str, Attack] = {
             ]
         ),
     ),
-    "2 MB to tokenise": posts(TOKENIZE, lambda: {"model": "llama", "prompt": "é一" * 300_000}),
+    "2 MB to tokenise": posts(TOKENIZE, lambda: {"model": "llama", "prompt": "é一" * 150_000}),
     "messages to tokenise": posts(
         TOKENIZE, lambda: {"model": "demo", "messages": [{"role": "user", "content": "a"}] * 40_000}
     ),

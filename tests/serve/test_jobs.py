@@ -210,10 +210,66 @@ def test_nobody_waits_for_what_is_warmed(monkeypatch: pytest.MonkeyPatch) -> Non
         thread.start()
         while thread.is_alive():
             assert client.post("/v1/completions", SHORT)["choices"] == expected
-        assert idle and all(idle)
+        while not idle:
+            assert client.app.hosts["demo"].thread.is_alive()
+        assert all(idle)
         assert all(b - a > PAUSE * took for a, b in itertools.pairwise(busy))
         client.app.hosts["demo"].warm = False
         assert client.request("GET", "/ready")[0] == 503
         monkeypatch.setattr(Engine, "cold", False)
         assert client.post("/v1/completions", SHORT)["choices"] == expected
         assert client.request("GET", "/ready")[0] == 200
+
+
+def test_bodies_are_bounded_together_and_given_back(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large ones are told to come back; for small ones there is always room."""
+    monkeypatch.setattr(client.app, "limits", Limits(bodies=50_000, read_timeout=60.0))
+    unfinished = b'{"model": "words", "input": "' + b"a" * 150_000
+    sock = socket.create_connection(("127.0.0.1", client.port))
+    sock.sendall(head(unfinished + b" ", path="/v1/embeddings") + unfinished)
+    while not client.app.held.bytes:
+        time.sleep(0.002)
+    status, headers, content = client.request("POST", "/v1/embeddings", unfinished + b'"}')
+    assert status == 429 and int(headers["retry-after"]) >= 1
+    assert json.loads(content)["error"]["code"] == "queue_full"
+    client.post("/v1/embeddings", {"model": "words", "input": "a dog"})
+    sock.close()
+    client.idle()
+    assert client.app.held.bytes == 0
+    # Alone it may be larger than all together; its text is too long for the model.
+    assert client.request("POST", "/v1/embeddings", unfinished + b'"}')[0] == 400
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+USER = {"role": "user", "content": "a"}
+MANY: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/chat/completions", {"messages": [USER] * 600}, "messages"),
+    (
+        "/v1/chat/completions",
+        {"messages": [USER, {"role": "assistant", "tool_calls": [CALL] * 600}]},
+        "messages",
+    ),
+    ("/v1/responses", {"input": [USER] * 600}, "input"),
+    ("/tokenize", {"messages": [USER] * 600}, "messages"),
+    (
+        "/v1/completions",
+        {"prompt": "a", "logit_bias": {str(i): 1 for i in range(2000)}},
+        "logit_bias",
+    ),
+    ("/v1/completions", {"prompt": ["a"] * 200}, "prompt"),
+    ("/v1/translations", {"model": "t5", "input": ["a"] * 200}, "input"),
+    ("/v1/translations", {"model": "t5", "input": "a " * 100_000}, "input"),
+    ("/v1/completions", {"model": "t5", "prompt": [5] * 5000}, "prompt"),
+]
+
+
+@pytest.mark.parametrize("path, body, param", MANY)
+def test_what_is_too_much_is_refused_before_it_is_read(
+    client: Client, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, param: str
+) -> None:
+    for name in ("regard.serve.answers.as_chat", "regard.serve.prompts.encode_chat"):
+        monkeypatch.setattr(name, lambda *_, **__: pytest.fail("it was read"))
+    monkeypatch.setattr(type(client.app.hosts["t5"].tokenizer), "encode", None)
+    assert client.post(path, {"model": "demo"} | body, 400)["error"]["param"] == param
