@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 import urllib.request
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,11 @@ import pytest
 import torch
 
 import regard
+from regard.errors import Notice
 from regard.kernels.linear import is_fast
+from regard.train.config import configure
+from regard.train.finetune import decide
+from regard.train.plan import Forecast
 from tests.documents import ROOT, SERVER, Session, pieces_of
 from tests.test_finetune import written
 
@@ -146,6 +151,22 @@ def test_walk_as_processes(tmp_path: Path) -> None:
         server.terminate()
         said += server.communicate(timeout=60)[1]
     assert told_wide(said, torch.bfloat16, "lora") and not TRACES.search(said)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_plan_of_lora_counts_what_is_computed_in(
+    fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("regard.checkpoint.hf.is_fast", lambda dtype: fast or dtype.itemsize > 2)
+    file = written(tmp_path / "chats.jsonl", [{"messages": TALK}] * 12)
+    changes = {"train.steps": 2, "adapt.targets": ("wq",), "adapt.rank": 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Notice)
+        tables = decide(model_in(tmp_path, torch.bfloat16), file, None, "lora", None, changes)
+    forecast = Forecast(configure(tables, changes), tmp_path / "run", torch.device("cpu"), 1)
+    weights = sum(p.nbytes for p in forecast.model.parameters())
+    stored = sum(p.numel() for p in forecast.model.parameters()) * 2
+    assert weights / stored == pytest.approx(1 if fast else 2, abs=0.05)
 
 
 def test_frames_of_torch_are_not_shown() -> None:

@@ -337,12 +337,12 @@ def cast(model: Model, dtype: torch.dtype | None) -> Model:
     return model
 
 
-def widen(model: Model) -> str:
-    """Have a model on a CPU that does not multiply numbers of its type compute in float32, many times faster. Says so
-    in a sentence; nothing where nothing had to change. `save` writes the stored types again while that loses nothing.
-    """
+def widen(model: Model, device: torch.device | None = None) -> str:
+    """Have a model that computes on a CPU (by `device`, or where it is) which does not multiply numbers of its type do
+    so in float32, many times faster. Says so in a sentence; nothing where nothing had to change. `save` writes the
+    stored types again while that loses nothing."""
     first = next(model.parameters())
-    if not first.is_cpu or is_fast(first.dtype):
+    if (device or first.device).type != "cpu" or is_fast(first.dtype):
         return ""
     model.origin.stored = {name: p.dtype for name, p in model.named_parameters()}
     name = dtype_name(first.dtype)

@@ -16,7 +16,7 @@ import torch
 
 from regard.checkpoint import load as load_model
 from regard.checkpoint.adapter import load_adapter, save_adapter
-from regard.checkpoint.hf import Origin, cast, widen
+from regard.checkpoint.hf import Origin, cast
 from regard.config import having, to_dict
 from regard.data.config import CHATS, Data, Loaded, text_roles
 from regard.data.config import load as load_data
@@ -84,9 +84,6 @@ def assemble(
             f"messages spell {names}, special tokens; there they are learned as plain text"
         )
     texts += notices(config, model, coder)
-    # Beside LoRA the body stays in the type it is stored in, if the device computes in that; else all is float32.
-    if small and device.type == "cpu" and (why := widen(model)):
-        texts.append(why)
     stored = str(next(model.parameters()).dtype)
     model = fast.masters(config.learning(model, device))
     objective: Any = config.objective
@@ -105,8 +102,14 @@ def assemble(
     more: Any = {"measure": measure, "team": team, "tally": tally}
     trainer = Trainer(model, feed, objective, config.train, checkpoints, load, **more)
     if stored != str(next(model.parameters()).dtype):
-        why = f"the folder's weights are {stored[6:]}; they are trained and saved in float32"
-        texts.append(why)
+        what = f"the folder's weights are {stored[6:]}; they are"
+        kept = bool(small and model.origin.stored)
+        how = (
+            "computed with in float32, which this CPU multiplies"
+            if kept
+            else "trained and saved in float32"
+        )
+        texts.append(f"{what} {how}")
     return trainer, loaded.classes, texts
 
 

@@ -17,6 +17,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import nn
 
+from regard.checkpoint.hf import widen
 from regard.config import Count, Fraction, Positive, from_dict, settings, to_dict
 from regard.data.config import ROWED, Data, check_used
 from regard.data.corrupt import Corrupted, Marks, Noise
@@ -112,8 +113,17 @@ class Config:
             return partial(loss, how=self.prefer)
         return loss if self.smoothing == NONE else partial(loss, smoothing=self.smoothing)
 
-    def learning(self, model: Model, device: torch.device | str | None = None) -> Model:
-        """The model on `device` with what does not learn frozen, and LoRA added, in place."""
+    def learning(
+        self,
+        model: Model,
+        device: torch.device | str | None = None,
+        on: torch.device | None = None,
+    ) -> Model:
+        """The model on `device` with what does not learn frozen, and LoRA added, in place. Beside LoRA the body has the
+        type it is stored in, if the device that it runs `on`, by default that one, multiplies that; else float32."""
+        if self.adapt.low_rank:
+            place = device if on is None else on
+            widen(model, None if place is None else torch.device(place))
         if self.adapt.method == "qlora":
             quantize(model, device)
         model = model.to(device=device)

@@ -48,7 +48,7 @@ from regard.train.measure import context_of
 from regard.train.optim import hidden
 from regard.train.parallel import Parallel
 from regard.train.tasks import TASKS
-from regard.train.trainer import Train, Trainer
+from regard.train.trainer import SKIPS, Train, Trainer
 
 # How much of the speed of plain products training reaches.
 EFFICIENCY = {"cpu fp32": 0.6, "cpu bf16": 0.3, "cuda fp32": 0.6, "cuda bf16": 0.4}
@@ -569,7 +569,7 @@ class Forecast:
             reads, words = TASKS[config.task].reads, config.tokenizer.get("folder")
             facts = survey(reads, config.data, recipe_of(config), words, folder, start)
         self.facts, self.device = facts, device
-        self.model = model_of(config, start, facts, "meta")
+        self.model = model_of(config, start, facts, "meta", device)
         job, filled = imagined_job(config, self.model, facts, device.type)
         plan = self.plan = Plan(job, max(keep, config.train.average))
         self.free, self.room = free_memory(device), free_disk(folder)
@@ -612,14 +612,15 @@ class Forecast:
         return self.flops / speed / self.config.train.steps
 
 
-def model_of(config: RunConfig, start: Any, facts: Survey, device: str) -> Any:
-    """The model with the head of the task, frozen as it will be; on "meta" without memory for its
+def model_of(config: RunConfig, start: Any, facts: Survey, device: str, on: torch.device) -> Any:
+    """The model with the head of the task, frozen as it will be `on` its device; on "meta" without memory for its
     weights."""
     if start is None:
         start = fresh(config, facts.vocab, device)
         config = replace(config, model={"folder": "."})
     with torch.device(device):
-        return masters(config.learning(make_model(config, start, None, [""] * facts.classes)))
+        model = make_model(config, start, None, [""] * facts.classes)
+        return masters(config.learning(model, on=on))
 
 
 def imagined_job(config: RunConfig, model: Any, facts: Survey, device: str) -> tuple[Job, float]:
@@ -643,7 +644,7 @@ def step_seconds(config: RunConfig, facts: Survey, device: torch.device) -> floa
     """Of steps of the real model on made-up examples as long as the mean one; nothing where none
     could be made."""
     start = start_of(config, device=str(device))
-    model = model_of(config, start, facts, str(device)).to(device)
+    model = model_of(config, start, facts, str(device), device).to(device)
     times: list[float] = []
 
     def note(event: dict[str, Any]) -> None:
@@ -655,7 +656,7 @@ def step_seconds(config: RunConfig, facts: Survey, device: torch.device) -> floa
     trainer = Trainer(model, feed, config.objective, train, checkpoints, lambda path: model, [note])
     trainer.model.train()
     began = time.perf_counter()
-    for k in range(1, min(10, config.train.steps) + 1):
+    for k in range(1, min(SKIPS, config.train.steps + 1)):
         trainer._step(k)
         if len(times) > 2 and time.perf_counter() - began > MEASURED:
             break
