@@ -206,10 +206,12 @@ EVERYWHERE = frozenset(
 def customize(config: T, changes: dict[str, Any]) -> T:
     """`config` with settings changed, all at once: they need only fit together at the end.
 
-    A dotted name is one place, or one per layer where layers differ. A plain one is changed in every place that has
-    it, but where that is None: a part that this family lacks. Dotted names are stronger, in whichever order they
-    come. Widths that are not given follow `dim` in the proportion that they had."""
+    A dotted name is one place, or one per layer where layers differ; it may leave out where it begins, if that is
+    clear: attention.kv_heads is tower.attention.kv_heads, or that of both towers. A plain one is changed in every place
+    that has it, but where that is None: a part that this family lacks. Dotted names are stronger, in whichever order
+    they come. Widths that are not given follow `dim` in the proportion that they had."""
     data, before = to_dict(config), to_dict(config)
+    changes = {place: x for name, x in changes.items() for place in _from_the_top(data, name)}
     for name, value in sorted(changes.items(), key=lambda change: "." in change[0]):
         places = _dotted(data, name) if "." in name else _places(data, name)
         if not places:
@@ -225,6 +227,16 @@ def customize(config: T, changes: dict[str, Any]) -> T:
     return from_dict(type(config), data)
 
 
+def _from_the_top(data: dict[str, Any], name: str) -> list[str]:
+    """A dotted name with what stands before it: all places nearest to the top that its first part has."""
+    first, dot, _ = name.partition(".")
+    places = dict(having(data, first)) if dot else {}
+    depth = min((where.count(".") for where in places), default=0)
+    top = [where for where in places if where.count(".") == depth]
+    used = [where for where in top if places[where][first] is not None] or top
+    return [f"{where}{name}" for where in used] or [name]
+
+
 def _dotted(data: Any, name: str) -> list[tuple[dict[str, Any], str]]:
     """What a dotted name means; of settings listed layer by layer, the layers that have it."""
     *path, key = name.split(".")
@@ -237,6 +249,8 @@ def _dotted(data: Any, name: str) -> list[tuple[dict[str, Any], str]]:
         have = [each for each in tables if part in each]
         if not have or part == "kind":
             of, known = f" of {where}" if i else "", set().union(*tables) - {"kind"}
+            if not i:
+                known = {key for _, part in walk(data) for key in part} - {"kind"}
             raise UsageError(f"no setting {part!r}{of}; {nearest(part, known)}")
         level = [item for each in have for item in _listed(each[part])]
     return [(each, key) for each in have]

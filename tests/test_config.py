@@ -1,9 +1,11 @@
 """Configs: frozen dataclasses <-> plain data, strictly."""
 
 import json
+from typing import Any
 
 import pytest
 
+import regard
 from regard.attention import DSA, GQA, MLA
 from regard.block import Tower
 from regard.config import customize, divisors, from_dict, to_dict
@@ -17,6 +19,7 @@ from regard.models import (
 )
 from regard.moe import MoE
 from regard.position import Alibi, Learned, Linear, Llama3, Rope, Sinusoidal, T5Bias, Yarn
+from regard.presets import PRESETS
 
 SPARSE = DSA(MLA(4, latent=8, rope_dim=4, rope=Rope(scaling=Yarn(4.0, 64))), 2, 8, topk=4)
 CONFIGS = {
@@ -129,6 +132,38 @@ def test_customize_replaces_one_setting_by_its_path() -> None:
     new = customize(config, {"tower.attention.kv_heads": 1, "tower.norm.eps": 1})
     assert new.tower.attention.kv_heads == 1 and new.tower.norm.eps == 1.0
     assert config.tower.attention.kv_heads == 2
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_dotted_name_may_leave_out_where_it_begins(preset: str) -> None:
+    """attention.dropout as in a config file: of the tower, of every layer, of both towers, not of what is inside."""
+    config = PRESETS[preset][1]()
+    data = to_dict(config)
+    towers = [name for name in ("tower", "encoder", "decoder") if data.get(name)]
+    if not all(_each(data[name], "attention") for name in towers) or not towers:
+        with pytest.raises(UsageError, match="attention"):
+            customize(config, {"attention.dropout": 0.25})
+        return
+    changed = to_dict(customize(config, {"attention.dropout": 0.25}))
+    for name in towers:
+        assert all(x["dropout"] == 0.25 for x in _each(changed[name], "attention"))
+        assert _each(changed[name], "cross") == _each(data[name], "cross")
+    assert changed["kind"] == data["kind"]
+
+
+def _each(tower: dict[str, Any], part: str) -> list[dict[str, Any]]:
+    """The parts of all layers that have a setting dropout."""
+    value = tower.get(part)
+    return [x for x in (value if isinstance(value, list) else [value]) if x and "dropout" in x]
+
+
+def test_dotted_name_is_the_same_in_python_and_in_a_config_file() -> None:
+    model = regard.build("gpt2", layers=2, dim=32, heads=4, vocab=50, **{"attention.kv_heads": 2})
+    assert model.config.tower.attention.kv_heads == 2
+    with pytest.raises(UsageError, match=r"no setting 'kv_head' of tower.attention; did you mean"):
+        regard.build("gpt2", **{"attention.kv_head": 2})
+    with pytest.raises(UsageError, match="no setting 'attentoin'; did you mean"):
+        regard.build("gpt2", **{"attentoin.kv_heads": 2})
 
 
 def test_customize_takes_a_whole_config_or_its_data() -> None:

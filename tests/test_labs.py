@@ -14,7 +14,7 @@ import torch
 import regard
 from regard.cli.main import main
 from regard.errors import UsageError
-from regard.labs.run import NAMES, cell, merged, read, stages
+from regard.labs.run import NAMES, cell, drawn, merged, read, stages
 from regard.models.base import parameters
 from regard.report.page import Block
 from regard.train.build import fresh
@@ -106,6 +106,21 @@ def test_block_without_residual_replaces_the_stream() -> None:
     out = regard.generate(bare, [[1, 2]], max_new_tokens=3)
     torch.testing.assert_close(regard.prepare(bare)(ids), bare(ids))
     assert len(out[0].ids) == 3
+
+
+SHARES = [
+    (name, title) for name in NAMES for title, x in read(name)["about"].items() if "share" in x["y"]
+]
+
+
+@pytest.mark.parametrize(("name", "title"), SHARES)
+@pytest.mark.parametrize("value", [0.0, 0.4, 1.0])
+def test_share_has_an_axis_from_0_to_1(name: str, title: str, value: float) -> None:
+    """Whatever comes out: nothing at all in a tiny form of the lab, for one."""
+    rows = {"one": {"4": [value], "8": [value]}}
+    svg = drawn(title, rows, read(name)["about"][title]).svg
+    ticks = [float(x) for x in re.findall(r'text-anchor="end"[^>]*>([-\d.]+)<', svg)]
+    assert ticks[0] == 0 and ticks[-1] == 1
 
 
 def test_figures_of_seeds_are_written_with_their_spread() -> None:

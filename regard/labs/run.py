@@ -334,7 +334,10 @@ def drawn(name: str, rows: Rows, about: dict[str, Any]) -> Figure:
         Series(row, [(float(x), mean(values)) for x, values in cells.items()], dots=True)
         for row, cells in rows.items()
     ]
-    svg = lines(series, name, about["x"], about["y"], log=about.get("log", False))
+    # A share lies between nothing and all, however little of it there is.
+    reach = (0, 1) if about["y"].startswith("share") else ()
+    log = about.get("log", False)
+    svg = lines(series, name, about["x"], about["y"], log=log, reach=reach)
     curves = [(each.name, [y for _, y in each.points]) for each in series]
     return Figure(svg, f"{about['y']} by {about['x']}", curves=curves)
 

@@ -125,9 +125,12 @@ class Axis(NamedTuple):
         return self.ends[0] + share * (self.ends[1] - self.ends[0])
 
     @classmethod
-    def around(cls, values: Sequence[float], ends: Point, log: bool = False) -> Axis:
-        """Never a single point."""
-        low, high = min(values), max(values)
+    def around(
+        cls, values: Sequence[float], ends: Point, log: bool = False, reach: Sequence[float] = ()
+    ) -> Axis:
+        """With the values of `reach` on it too; never a single point."""
+        both = [*values, *reach]
+        low, high = min(both), max(both)
         if log:
             room = 2 if level(low, high) else 1.05
             return cls((low / room, high * room), ends, log)
@@ -144,10 +147,17 @@ def _draw(kind: str, *values: Any) -> str:
 
 
 def lines(
-    series: Sequence[Series], title: str, x: str = "step", y: str = "", *, log: bool = False
+    series: Sequence[Series],
+    title: str,
+    x: str = "step",
+    y: str = "",
+    *,
+    log: bool = False,
+    reach: Sequence[float] = (),
 ) -> str:
     """Curves in one picture, with a legend where there are several. Points that are not finite, or
-    on a `log` axis not above 0, are left out; a curve without points keeps its colour."""
+    on a `log` axis not above 0, are left out; a curve without points keeps its colour. The axis has
+    the values of `reach`, whatever the curves have: 0 and 1 of a share."""
 
     def usable(points: Sequence[Point]) -> list[Point]:
         finite = [p for p in points if math.isfinite(p[0]) and math.isfinite(p[1])]
@@ -159,7 +169,7 @@ def lines(
         return _draw("nothing", f"{title}: no values")
     legend, top = _legend([s.name for s in series]) if len(series) > 1 else ([], 10.0)
     xs = Axis.around([x for x, _ in points], (BOX["left"], BOX["right"]))
-    ys = Axis.around([y for _, y in points], (BOX["bottom"], top), log)
+    ys = Axis.around([y for _, y in points], (BOX["bottom"], top), log, reach)
 
     def path(points: Sequence[Point]) -> str:
         return " ".join(f"{xs(a):.1f},{ys(b):.1f}" for a, b in points)

@@ -235,14 +235,11 @@ def fresh(config: Config, vocab: int, device: str | None = None) -> Any:
     if preset not in PRESETS:
         return build(preset)  # tells the known ones
     data = to_dict(PRESETS[preset][1]())
-    sizes = {n: vocab for n in ("vocab", "source_vocab") if vocab and placed(data, n)}
+    sizes = {n: vocab for n in ("vocab", "source_vocab") if vocab and having(data, n)}
     if length is not None and "max_len" in data and "decoder" not in data:
         sizes["max_len"] = length
-    named = {
-        place: x for n, x in flat(changes, parts=True).items() for place in placed(data, n) or [n]
-    }
     try:
-        return build(preset, device=device, **{**sizes, **named})
+        return build(preset, device=device, **{**sizes, **flat(changes, parts=True)})
     except UsageError:
         raise
     except (ValueError, ArithmeticError, RuntimeError) as error:  # torch's, of sizes that cannot be
@@ -250,17 +247,6 @@ def fresh(config: Config, vocab: int, device: str | None = None) -> Any:
             raise
         why = str(error).partition("\n")[0]
         raise UsageError(f"[model] cannot be built: {why}; look at {', '.join(changes)}") from None
-
-
-def placed(data: dict[str, Any], name: str) -> list[str]:
-    """`name` itself if it is plain and known; of a dotted one all places nearest to the top:
-    attention.kv_heads is tower.attention.kv_heads, or that of both towers."""
-    first, dot, _ = name.partition(".")
-    places = dict(having(data, first))
-    depth = min((where.count(".") for where in places), default=0)
-    top = [where for where in places if where.count(".") == depth]
-    used = [where for where in top if places[where][first] is not None] or top
-    return [f"{where}{name}" for where in used] if dot else [name][: len(top)]
 
 
 def written(model: Any, small: bool) -> int:
