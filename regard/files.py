@@ -7,6 +7,7 @@ of this machine into what is saved and shared.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -152,12 +153,45 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """Put a file in place whole or not at all, also when the power goes. Characters that UTF-8
     cannot have become question marks."""
     new = path.with_name(f".{path.name}.new")
-    with new.open("wb") as file:
-        file.write(content if isinstance(content, bytes) else content.encode("utf-8", "replace"))
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with naming(path), new.open("wb") as file:
+            file.write(as_bytes(content))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        # What there is of it takes room.
+        new.unlink(missing_ok=True)
+        raise
     os.replace(new, path)
     sync(path.parent)
+
+
+def write_over(path: Path, content: str | bytes) -> None:
+    """Put a file in place whole, as `write_whole` does; where the disk has no room for another one, over the old file,
+    which may have room for it."""
+    try:
+        write_whole(path, content)
+    except OSError as error:
+        if error.errno != errno.ENOSPC or not path.is_file():
+            raise
+        with naming(path), path.open("r+b") as file:
+            file.write(as_bytes(content))
+            file.truncate()
+
+
+def as_bytes(content: str | bytes) -> bytes:
+    return content if isinstance(content, bytes) else content.encode("utf-8", "replace")
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have what goes wrong with writing say with which file: a full disk does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 @contextlib.contextmanager

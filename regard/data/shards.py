@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from regard.data.read import DataError
-from regard.files import whole_folder
+from regard.files import naming, whole_folder
 
 MANIFEST, VERSION = "manifest.json", 1
 _checked: set[tuple[str, int, int, str]] = set()  # files whose SHA-256 this process has compared
@@ -347,7 +347,8 @@ class Writer:
             "columns": {name: column.finish() for name, column in self.columns.items()},
         }
         text = json.dumps({**data, "sha256": digest(data)}, indent=1, sort_keys=True)
-        (self.folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+        with naming(self.folder / MANIFEST):
+            (self.folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
 class _Growing:
@@ -364,15 +365,17 @@ class _Growing:
         limits = np.iinfo(self.dtype)
         assert not values.size or limits.min <= values.min() <= values.max() <= limits.max
         data = np.ascontiguousarray(values, self.dtype).data
-        self.file.write(data)
+        with naming(Path(self.file.name)):
+            self.file.write(data)
         self.hash.update(data)
         for length in lengths:
             self.ends.append(self.ends[-1] + length)
 
     def finish(self) -> dict[str, Any]:
         """What the manifest says of the files."""
-        size = self.file.tell()
-        self.file.close()
+        with naming(Path(self.file.name)):
+            size = self.file.tell()
+            self.file.close()
         entry = {"bytes": size, "sha256": self.hash.hexdigest(), "dtype": self.dtype.str}
         files = {f"{self.path.name}.bin": entry}
         if self.shape == (-1,) and len(self.ends) > 1:

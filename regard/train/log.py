@@ -12,7 +12,7 @@ from typing import Any
 
 from regard.data.read import needed
 from regard.errors import ENVIRONMENT, Fault, UsageError, nearest, notice
-from regard.files import write_whole
+from regard.files import naming, write_whole
 from regard.train.trainer import Callback, Progress, flat
 
 UNWRITTEN = ("warning", "checkpoint")  # of what is told: it depends on where a run was stopped
@@ -33,7 +33,8 @@ class Log(AbstractContextManager["Log"]):
 
     def __exit__(self, *_: object) -> None:
         for file in self.files:
-            file.close()
+            with naming(Path(file.name)):
+                file.close()
 
     def __call__(self, event: dict[str, Any]) -> None:
         samples = event.pop("samples", [])
@@ -63,8 +64,9 @@ class Log(AbstractContextManager["Log"]):
             self.files.append(path.open("a", encoding="utf-8"))
 
     def _put(self, file: Any, event: dict[str, Any]) -> None:
-        file.write(json.dumps(event, ensure_ascii=False) + "\n")
-        file.flush()
+        with naming(Path(file.name)):
+            file.write(json.dumps(event, ensure_ascii=False) + "\n")
+            file.flush()
 
     def _follow(self, kind: str, step: int) -> None:
         """The first event after a step that broke tells whether the run went back."""

@@ -29,7 +29,7 @@ import torch
 from regard.config import to_dict
 from regard.data.config import Data
 from regard.errors import DATA, ENVIRONMENT, RUN, VERSION, Fault, UsageError, blaming, notice
-from regard.files import write_whole
+from regard.files import write_over, write_whole
 from regard.machine import pick_device
 from regard.train.build import assemble
 from regard.train.checkpoint import clean, locked
@@ -44,6 +44,7 @@ from regard.train.trainer import AVERAGE, Callback, Diverged, Trainer, differenc
 OURS = {"lock", "run.json"}  # a run's folder has one of these
 BEFORE = {"lock", "data", "tokenizer", ".tokenizer", "config.toml"}  # there before the first step
 KEEP = 2  # checkpoints that stay
+ROOM = 400  # bytes that run.json may grow by
 WRITTEN = ("checkpoints", "data", "metrics.jsonl", "samples.jsonl", "run.json", "report.html")
 # What a run goes on with, of run.json and of its options, with their types.
 OPTIONS = {"keep": int, "device": str, "log_to": list}
@@ -233,7 +234,8 @@ def _run(
             "memory": peak_memory(trainer.device),
         }
         text = json.dumps({**info, **now_is}, indent=1, ensure_ascii=False, default=str)
-        write_whole(folder / "run.json", text)
+        # With room for what is known at the end: it is written, whatever is left on the disk.
+        write_over(folder / "run.json", text + "\n" + " " * (ROOM if status == "running" else 0))
 
     how = f"{trainer.device.type} {config.train.precision}, seed {config.train.seed}"
     about = f"{trainer.feed.describe()}; {how}, {folder}"
@@ -257,8 +259,10 @@ def _run(
     except Lost as error:
         raise Fault(f"{error}: {again(folder)}", RUN) from None
     finally:
-        _link(folder, trainer)
-        record(status)
+        try:
+            _link(folder, trainer)
+        finally:
+            record(status)
         for listener in listeners:
             listener({"kind": "end", "step": trainer.at.step, "status": status})
     return _result(status, trainer, folder, figures)
