@@ -3,6 +3,7 @@
 import json
 import lzma
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,9 +14,9 @@ import numpy as np
 import pytest
 
 from regard.cli import data as peeking
+from regard.cli.data import ROWS, breadth, columns, picture, visible
 from regard.cli.data import Options as Peek
 from regard.cli.data import TokenizerOptions as Train
-from regard.cli.data import breadth, columns, picture, visible
 from regard.cli.main import main
 from regard.cli.shared import parse
 from regard.errors import Notice, UsageError
@@ -202,7 +203,8 @@ def test_peek_shows_tokens_ids_labels_and_borders(
     assert command(Peek, text, *flags) == 0
     out = capsys.readouterr().out
     head, about, batch, *_ = out.splitlines()
-    assert head.startswith(f"{text}: 5 examples, 1 empty; ") and "0.00% unknown" in head
+    assert head.startswith(f"{text}: 4 examples and 1 empty ones, which are left out; ")
+    assert head.endswith("0.00% of the tokens are unknown") and about.startswith("4 documents, ")
     assert "tokens learned, packed into" in about and "task lm, seed 0, batch 0: 1 x 40" in batch
     lines = [line for line in out.splitlines() if line.startswith("  ")]
     table = [line for line in lines if not line.startswith("  up to ")]
@@ -236,6 +238,25 @@ def test_peek_as_json_is_the_batch(
         assert all(row["counted"]) and tokenizer.decode(row["ids"]) in LINES
     other = [*flags, "--batch", 1]
     assert json.loads(capture(Peek, text, *other, capsys=capsys))["batch"] == 1
+
+
+def test_peek_prints_some_rows_and_numbers_that_agree(
+    tok: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A batch may have a hundred rows; each count of what was read is told once, or is the same."""
+    file = tmp_path / "many.txt"
+    file.write_text("a cat\n\n" * 101, encoding="utf-8")
+    flags = ["--tokenizer", tok, "--unit", "line", "--pack", "none", "--tokens", 1000]
+    out = capture(Peek, file, *flags, capsys=capsys)
+    said = json.loads(capture(Peek, file, *flags, "--json", capsys=capsys))
+    rows = len(said["rows"])
+    assert rows > 2 * ROWS and out.count("\nrow ") == ROWS
+    assert out.endswith(f"\nand {rows - ROWS} more rows; --json prints all\n")
+    head, about, batch, *_ = out.splitlines()
+    for line in (head, about):
+        assert re.search(r"\b101 (examples|documents)\b", line)
+        assert len(re.findall(r"\btokens\b", line)) == 1
+    assert len(re.findall(r"[\d,]+ tokens", head + about)) == 1 and f": {rows} x " in batch
 
 
 def test_peek_shows_both_sides_of_a_pair(

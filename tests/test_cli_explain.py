@@ -159,6 +159,30 @@ def test_every_topic_has_a_picture_of_a_known_kind() -> None:
             assert not column or any(name.startswith(column) for name in table.columns)
 
 
+# Topic -> its tables with axes of logarithms: the quantity that all columns are of, and how many they are.
+AXES = {
+    "kv-cache": [("q.k products", 2), ("1,536 numbers per token and layer, 12 layers", 1)],
+    "cost": [
+        ("multiply-adds of one layer of width 512", 4),
+        ("steps that wait for one another", 2),
+    ],
+    "rnn-path": [
+        ("d h_t / d h_0", 4),
+        ("steps on the path", 2),
+        ("|h_t - h'_t| / |h_0 - h'_0|", 3),
+    ],
+}
+
+
+def test_lines_of_one_axis_are_of_one_quantity() -> None:
+    """What has another unit is in a table of its own, named after what it counts."""
+    found = {
+        each.name: [(t.title, len(t.columns) - 1) for t in each.tables({}) if t.draw == "log"]
+        for each in TOPICS
+    }
+    assert {name: tables for name, tables in found.items() if tables} == AXES
+
+
 def test_picture_shows_the_numbers_of_the_call() -> None:
     topic = find("softmax")
     values = topic.read({"x": ("0", "0", "0", "0")})

@@ -15,7 +15,9 @@ import torch
 import regard
 from regard.decode.generate import tokenizer_of
 from regard.see import look as trace
+from regard.see.look import names as names_of
 from regard.see.probe import Probe
+from regard.text import Tokenizer, needed
 from tests.test_cli import SMALL, call, folder, process, put
 from tests.text import tiny
 
@@ -165,17 +167,67 @@ def test_blanks_are_seen(tmp_path: Path) -> None:
     assert "⏎" in text and "⇥" in text and "␣" in text and "\n" not in text
 
 
+@pytest.mark.parametrize("family", ["gpt2", "qwen2", "llama", "t5", "xlm_roberta"])
+def test_tokens_on_a_page_keep_their_spaces(family: str, tmp_path: Path) -> None:
+    """Put together they are the text, for tokenizers of every kind that keep spaces."""
+    files = getattr(tiny, family)()
+    tokenizer = needed(Tokenizer.from_files(files, {}))
+    text = "a dog, a cat"
+    tokens = names_of(tokenizer, tokenizer.encode(text, special=False))
+    assert "".join(tokens).removeprefix("␣") == text.replace(" ", "␣")
+
+
 # --- pictures -----------------------------------------------------------------------------------------------------
 
 
-def test_pictures_of_heads_and_alignment(tmp_path: Path) -> None:
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that are saved from here on."""
+    from regard.see import plots
+
+    figures, save = list[Any](), plots.save
+    monkeypatch.setattr(
+        plots, "save", lambda figure, path: figures.append(figure) or save(figure, path)
+    )
+    return figures
+
+
+def texts_of(figure: Any) -> list[str]:
+    return [text.get_text() for text in figure.axes[0].texts]
+
+
+@pytest.mark.parametrize(
+    ("model", "asked", "tiles", "names"),
+    [
+        ("gpt2", [], 8, ["a.png"]),
+        ("gpt2", ["--layer", 1], 4, ["a.png"]),
+        ("gpt2", ["--layer", 1, "--head", 2], 1, ["a.png"]),
+        ("gpt2", ["--head", 2], 1, ["a.png"]),
+        ("t5", ["--target", "a dog"], 24, ["a.png", "a-alignment.png"]),
+        ("t5", ["--target", "a dog", "--layer", 1], 12, ["a.png", "a-alignment.png"]),
+        ("t5", ["--target", "a dog", "--head", 1], 1, ["a.png", "a-alignment.png"]),
+    ],
+)
+def test_pictures_show_what_was_asked_for_and_every_file_is_named(
+    model: str, asked: list[Any], tiles: int, names: list[str], tmp_path: Path, monkeypatch: Any
+) -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib")
-    out = tmp_path / "a.png"
-    done = call("look", folder("t5"), "Der Hund", "--target", "a dog", "--head", 1, "--output", out)
+    figures = drawn(monkeypatch)
+    done = call("look", folder(model), "Der Hund", *asked, "--output", tmp_path / "a.png")
     assert done.code == 0, done.err
-    names = [Path(line).name for line in done.out.splitlines()]
-    assert names == ["a.png", "a-head.png", "a-alignment.png"]
+    assert [Path(line).name for line in done.out.splitlines()] == names
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
+    assert len(figures[0].axes[0].images) == tiles
+
+
+def test_tiles_have_their_tokens(tmp_path: Path, monkeypatch: Any) -> None:
+    """Queries beside the first tile of a layer, keys below every tile of the last."""
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    figures = drawn(monkeypatch)
+    assert call("look", folder("gpt2"), "Once upon", "--output", tmp_path / "a.png").code == 0
+    tokenizer = needed(Tokenizer.from_folder(folder("gpt2")))
+    tokens = names_of(tokenizer, tokenizer.encode("Once upon"))
+    assert len(set(tokens)) > 3 and sorted(texts_of(figures[0])) == sorted(tokens * (2 + 4))
 
 
 def test_pictures_of_a_long_text_have_the_asked_head_among_pooled_ones(
@@ -184,10 +236,15 @@ def test_pictures_of_a_long_text_have_the_asked_head_among_pooled_ones(
     pytest.importorskip("matplotlib", reason="needs matplotlib")
     for name, value in (("WHOLE", 50), ("EVERY", 50), ("SIDE", 4)):
         monkeypatch.setattr(trace, name, value)
-    asked = ["--layer", 1, "--output", tmp_path / "a.png"]
-    done = call("look", folder("gpt2"), "Once upon a time there was a dog", *asked)
-    assert done.code == 0, done.err
-    assert [Path(line).name for line in done.out.splitlines()] == ["a.png", "a-head.png"]
+    figures = drawn(monkeypatch)
+    for asked, tiles in (([], 4), (["--head", 2], 1)):
+        how = ["--layer", 1, *asked, "--output", tmp_path / "a.png"]
+        done = call("look", folder("gpt2"), "Once upon a time there was a dog", *how)
+        assert (done.code, done.err) == (0, "")
+        assert len(figures[-1].axes[0].images) == tiles
+    # A pooled cell is no token, a full head's are.
+    assert texts_of(figures[0]) == []
+    assert figures[1].axes[0].images[0].get_array().shape[0] > 8
 
 
 def test_pictures_need_no_display(tmp_path: Path, monkeypatch: Any) -> None:

@@ -51,6 +51,7 @@ def test_lab_runs_in_its_tiny_form(name: str, tmp_path: Path) -> None:
     assert list(results["figures"]) == figures and heard.count("case") == len(variants)
     assert all(len(v) == 1 for f in result.figures.values() for r in f.values() for v in r.values())
     page = result.page.read_text(encoding="utf-8")
+    assert "The quick form" in page
     assert f"regard lab {name} --quick" in page and "<script" not in page
     drawn = re.findall("<svg.*?</svg>", page, re.DOTALL)
     assert len(drawn) == len(figures) and all(ET.fromstring(svg) is not None for svg in drawn)
@@ -121,6 +122,29 @@ def test_share_has_an_axis_from_0_to_1(name: str, title: str, value: float) -> N
     svg = drawn(title, rows, read(name)["about"][title]).svg
     ticks = [float(x) for x in re.findall(r'text-anchor="end"[^>]*>([-\d.]+)<', svg)]
     assert ticks[0] == 0 and ticks[-1] == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_lab_says_has_the_sizes_of_its_form(name: str) -> None:
+    """A size that its text names is that of the form which ran."""
+    whole, quick = read(name), read(name, quick=True)
+    short = merged(quick["run"], quick["small"])
+    sizes = {
+        **{key: (value, short["data"].get(key)) for key, value in whole["run"]["data"].items()},
+        **{
+            key: (value, quick["make"].get(key, value))
+            for key, value in whole.get("make", {}).items()
+        },
+        "batch": (whole.get("batch"), quick.get("batch")),
+    }
+    changed = {pair for pair in sizes.values() if isinstance(pair[0], int) and pair[0] != pair[1]}
+    for title, about in quick["about"].items():
+        words, full = (
+            set(re.findall(r"\b\d+\b", a["text"])) for a in (about, whole["about"][title])
+        )
+        assert "{" not in about["text"]
+        for old, new in changed:
+            assert (str(old) in full) == (str(new) in words), (title, old, new)
 
 
 def test_figures_of_seeds_are_written_with_their_spread() -> None:

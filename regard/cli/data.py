@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from regard.data.train_tokenizer import Recipe
 
 SHADES = " .:-=+*#%@"
-# Characters of a file that are read at least.
-SAMPLE = 1 << 18
+# Characters of a file that are read at least, and rows of a batch that are printed at most.
+SAMPLE, ROWS = 1 << 18, 8
 
 
 @dataclass(frozen=True)
@@ -243,11 +243,13 @@ class Peek:
     def text(self) -> str:
         notes, b, classes = self.loaded.notes, self.batch, self.loaded.classes
         sampled = ", the beginning" if notes.get("sampled") else ""
-        counts = f"{notes['records']:,} examples, {notes['empty']:,} empty"
+        counts = f"{notes['records'] - notes['empty']:,} examples"
+        if notes["empty"]:
+            counts += f" and {notes['empty']:,} empty ones, which are left out"
         head = f"{', '.join(self.options.files)}{sampled}: {counts}"
+        # How many tokens there are, ends and marks among them, is in the next line.
         if notes.get("tokens"):
-            unknown = notes["unknown"] / notes["tokens"]
-            head += f"; {notes['tokens']:,} tokens, {unknown:.2%} unknown"
+            head += f"; {notes['unknown'] / notes['tokens']:.2%} of the tokens are unknown"
         if classes:
             head += f"; {len(classes)} classes: {', '.join(classes)[:120]}"
         shape = " x ".join(map(str, b.ids.shape))
@@ -261,7 +263,7 @@ class Peek:
             lines += [f"examples of {self.loaded.lengths.mean():,.0f} tokens on average"]
             lines += [f"  up to {n:>9,}  {x:>9,}  {'#' * round(40 * x / most)}" for n, x in bars]
         width = shutil.get_terminal_size((100, 24)).columns
-        for i, row in enumerate(self.rows):
+        for i, row in enumerate(self.rows[:ROWS]):
             lines += ["", f"row {i}"]
             pictures = b.ids if self.coder is None else b.source
             if pictures is not None and pictures.dim() > 2:
@@ -270,6 +272,8 @@ class Peek:
                 lines += self._table(row, self.coder, width)
             if label := self._label(row):
                 lines.append(f"  label  {label}")
+        if self.rows[ROWS:]:
+            lines += ["", f"and {len(self.rows) - ROWS:,} more rows; --json prints all"]
         return "\n".join(lines)
 
     def _table(self, row: dict[str, Any], coder: Coder, width: int) -> list[str]:

@@ -32,16 +32,17 @@ class Options:
     model: cli.Folder
     # what the model reads; - is stdin
     text: Annotated[Positional[str | None], arg(metavar="[TEXT]")] = None
-    # .html: one page; .png, .svg or .pdf: pictures of all heads, of the head asked for, and of the
-    # alignment
+    # .html: one page; .png, .svg or .pdf: a picture of all heads, of a layer's, or of one head, and of an
+    # encoder-decoder's alignment in a second file; the files are printed
     output: Annotated[str, arg(metavar="FILE")] = "look.html"
     # what an encoder-decoder writes; default: what it writes by itself, greedily
     target: cli.Text = None
     image: cli.FileName = None  # the picture that a vision model reads
     # a second model that reads the same, beside the first
     compare: Annotated[str | None, arg(metavar="MODEL")] = None
-    layer: cli.Count = None  # show this layer first; of a long text its head is on the page in full
-    head: cli.Count = None  # show this head first
+    # a picture shows this layer alone, a page shows it first; of a long text its head is there in full
+    layer: cli.Count = None
+    head: cli.Count = None  # a picture shows this head alone, a page shows it first
     machine: cli.Machine = cli.Machine()
 
 

@@ -59,7 +59,8 @@ class LabResult:
 
 
 def read(name: str, quick: bool = False) -> Tables:
-    """An experiment as its file has it; `small` is what its quick form changes in every run."""
+    """An experiment as its file has it, or in its quick form: `small` is what that changes in every run. What is said
+    about its figures names the sizes of this form."""
     if name not in NAMES:
         close = sorted(NAMES, key=lambda n: -difflib.SequenceMatcher(None, name, n).ratio())
         near = "the nearest are {}, {} and {}".format(*close)
@@ -68,7 +69,12 @@ def read(name: str, quick: bool = False) -> Tables:
     tiny = spec.pop("quick")
     small = tiny.pop("run")
     more = {**tiny, "seeds": spec["seeds"][:1]} if quick else {}
-    return {**spec, **more, "name": name, "quick": quick, "small": small if quick else {}}
+    found = {**spec, **more, "name": name, "quick": quick, "small": small if quick else {}}
+    run = merged(found["run"], found["small"])
+    sizes = {**run.get("data", {}), **found.get("make", {}), "batch": found.get("batch")}
+    for about in found["about"].values():
+        about["text"] = about["text"].format(**sizes)
+    return found
 
 
 def merged(base: Tables, more: Tables) -> Tables:
@@ -185,7 +191,7 @@ def told(spec: Tables, home: Path, command: str) -> LabResult:
     page, found = home / "page.html", home / "results.json"
     sizes = {path.name: path.stat().st_size for path in sorted((home / "text").iterdir())}
     results = {
-        **{key: spec[key] for key in ("name", "title", "question", "about")},
+        **{key: spec[key] for key in ("name", "title", "question", "about", "quick")},
         **{"command": command, "regard": VERSION, "text": sizes, "figures": figures, "runs": runs},
         "config": {variant: stages(spec, variant) for variant in spec["variants"]},
     }
@@ -297,6 +303,9 @@ def blocks(results: Tables) -> list[Block]:
     count = " to ".join(map(str, sorted({min(counts), max(counts)})))
     seeds = "one seed" if counts == {1} else f"{count} seeds: mean ± the largest distance from it"
     page = [Block("strong", results["question"]), Block("text", f"Figures of {seeds}.")]
+    if results.get("quick"):
+        tiny = "The quick form: tiny models, a few steps. It shows that all works; its figures mean nothing."
+        page.append(Block("text", tiny))
     for name, rows in results["figures"].items():
         about, xs = results["about"][name], list(dict.fromkeys(x for r in rows.values() for x in r))
         table = [[row, *(cell(values.get(x, [])) for x in xs)] for row, values in rows.items()]

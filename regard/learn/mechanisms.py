@@ -457,12 +457,12 @@ def kv_cache(
     q.k products to write n tokens: n(n+1)/2 with a cache, n(n+1)(2n+1)/6 without
     bytes = n L g (d + d) 2 in half precision. Old queries are never needed again."""
     each = cache_numbers(GQA(heads, kv_heads, head_dim), heads * head_dim)
-    rows = []
-    for n in (whole("tokens", x) for x in tokens):
-        products = (dot_products(n, cached=cached) for cached in (True, False))
-        rows.append([n, *products, n * layers * each * HALF])
-    columns = ["tokens", "q.k with cache", "without", "bytes of cache"]
-    yield Table(f"{each:,} numbers a token and layer, {layers} layers", columns, rows, "log")
+    counts = [whole("tokens", x) for x in tokens]
+    rows = [[n, *(dot_products(n, cached=cached) for cached in (True, False))] for n in counts]
+    yield Table("q.k products", ["tokens", "with cache", "without"], rows, "log")
+    rows = [[n, n * layers * each * HALF] for n in counts]
+    title = f"{each:,} numbers per token and layer, {layers} layers"
+    yield Table(title, ["tokens", "bytes of cache"], rows, "log")
 
 
 # --- the whole ------------------------------------------------------------------------------------
@@ -747,9 +747,10 @@ def rnn_path(x: Numbers, steps: Numbers) -> Tables:
                 state = cell.gates(zero[None], factor * state[0], state)
             (slope,) = torch.autograd.grad(state[0].sum(), start)
             slopes.append(slope.item())
-        rows.append([n, *slopes, n, 1])
-    columns = ["steps", *(f"lambda {v:g}" for v in x), "path of the RNN", "of attention"]
-    yield Table("d h_t / d h_0", columns, rows, "log")
+        rows.append([n, *slopes])
+    yield Table("d h_t / d h_0", ["steps", *(f"lambda {v:g}" for v in x)], rows, "log")
+    paths = [[row[0], row[0], 1] for row in rows]
+    yield Table("steps on the path", ["steps", "RNN", "attention"], paths, "log")
     length, apart = max(int(row[0]) for row in rows), []
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -773,10 +774,11 @@ def cost(tokens: Numbers = (64.0, 512.0, 1024.0, 8192.0), dim: int = 512) -> Tab
     rows = []
     for n in (whole("tokens", value) for value in tokens):
         projections, pairs = multiply_adds(GQA(1), dim, n)
-        rows.append([n, projections, pairs, 2 * n * dim**2, 6 * n * dim**2, n, 1])
-    costs = ["projections", "scores and sums", "RNN", "GRU"]
-    columns = ["n", *costs, "steps of the RNN", "of attention"]
+        rows.append([n, projections, pairs, 2 * n * dim**2, 6 * n * dim**2])
+    columns = ["n", "projections", "scores and sums", "RNN", "GRU"]
     yield Table(f"multiply-adds of one layer of width {dim}", columns, rows, "log")
+    steps = [[row[0], row[0], 1] for row in rows]
+    yield Table("steps that wait for one another", ["n", "RNN, GRU", "attention"], steps, "log")
 
 
 @topic("regard/models/adapt.py::LowRank", "regard/models/adapt.py::LoRA")

@@ -37,7 +37,7 @@ from regard.text import Tokenizer, needed
 SIDE, WHOLE, EVERY, ONE, THUMBS = 64, 1 << 19, 6 << 20, 1 << 21, 1 << 21
 TITLES = {"self": "Self-attention", "cross": "Cross-attention"}
 BLANK = " \n\r\t"
-BLANKS = dict(zip(BLANK, "␣⏎␍⇥")) | {"▁": "␣", "Ġ": "␣", "Ċ": "⏎"}
+MARKS = str.maketrans(dict(zip(BLANK, "␣⏎␍⇥")) | {"▁": "␣", "Ġ": "␣", "Ċ": "⏎"})
 # Marks such as </s> and [SEP], and what has neither letter nor digit.
 NO_WORD = re.compile(r"<.*>|\[.*\]|[\W_]*", re.DOTALL)
 P = TypeVar("P", bound=Probe)
@@ -259,15 +259,19 @@ def read_picture(wanted: Patches, origin: Any, path: Path) -> tuple[Tensor, Pict
 
 
 def named(tokenizer: Tokenizer, index: int) -> str:
-    """A token as people would write it, or as the vocabulary does where it is a space or part of a
-    letter."""
+    """A token as people would write it, with its spaces as ␣; as the vocabulary does where it is part of
+    a letter."""
     text = tokenizer.decode([index], skip_special=False)
-    if text and not text.strip(BLANK):
-        return "".join(BLANKS[letter] for letter in text)
+    bare = text.strip(BLANK)
+    if text and not bare:
+        return text.translate(MARKS)
     piece = "".join(tokenizer.pieces([index], skip_special=False))
-    if text.strip() and "\ufffd" not in text:
-        return text.strip()
-    return "".join(BLANKS.get(letter, letter) for letter in piece) or str(index)
+    if not bare or "\ufffd" in text:
+        return piece.translate(MARKS) or str(index)
+    before, after = text.split(bare, 1)
+    # The decoder may drop a first space, which the vocabulary has.
+    dropped = piece[:1] if piece[:1] in ("▁", "Ġ") else ""
+    return (before or dropped).translate(MARKS) + bare + after.translate(MARKS)
 
 
 def patches(wanted: Patches) -> list[str]:

@@ -7,6 +7,7 @@ when the first one is drawn."""
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -35,23 +36,15 @@ FONTS = ("DejaVu Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans Arabi
 FORMATS = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 # Columns of a token's label, labels of an axis, cells of a tile, and the gap between tiles.
 LONGEST, LABELS, TILE, GAP = 14, 80, 96, 0.08
+# Points of a token's label beside a tile.
+SMALL = 7
 # Rows and keys up to which each weight is written out, and each row's largest is marked.
 NUMBERS, PEAKS = 12, 64
 
 
 def pictures(path: Path, panel: Panel, what: str) -> list[Path]:
-    """All heads; the one that was asked for; where there is cross-attention, the alignment by the
-    layer that tells most."""
-
-    def beside(word: str) -> Path:
-        return path.with_name(f"{path.stem}-{word}{path.suffix}")
-
-    maps, names = [], []
-    for view in panel.views:
-        for layer in view.layers:
-            maps.append(torch.stack([view.small(head) for head in layer.heads]))
-            names.append(f"{view.name} {layer.number}" if panel.views[1:] else str(layer.number))
-    paths = [save(head_grid(maps, f"{panel.name}: “{what}”", names=names), path)]
+    """All heads, or those of the layer that was asked for, or one head with its numbers; where there is
+    cross-attention, beside it the alignment by the layer that tells most."""
     view = max(panel.views, key=lambda view: view.name == "cross")
     at, which, *_ = telling(view, panel.layer, panel.head)
     layer = view.layers[at]
@@ -59,19 +52,35 @@ def pictures(path: Path, panel: Panel, what: str) -> list[Path]:
     # Where a cell is a token, no head is pooled; of a long text the asked head alone is in full.
     exact = (each for each in layer.heads if view.step == (1, 1) or isinstance(each, Full))
     full = [torch.from_numpy(each.cells) for each in exact]
-    if not full:
+    single = full[min(which, len(full) - 1)] if full else None
+    if single is None and (panel.head is not None or view.name == "cross"):
         notice("the text is too long for pictures of single heads")
-        return paths
-    single, of = full[min(which, len(full) - 1)], f"head {which}"
-    if panel.layer is not None or panel.head is not None:
-        drawn = one_head(single, view.rows, view.columns, f"{title}, {of}")
-        paths.append(save(drawn, beside("head")))
-    if view.name == "cross":
+    if panel.head is not None and single is not None:
+        drawn = one_head(single, view.rows, view.columns, f"{title}, head {which}")
+    else:
+        drawn = _grid(panel, f"{panel.name}: “{what}”")
+    paths = [save(drawn, path)]
+    if view.name == "cross" and single is not None:
+        of = f"head {which}"
         if panel.head is None and len(full) == len(layer.heads):
             single, of = torch.stack(full).mean(0), f"mean of {len(full)} heads"
         drawn = alignment(single, view.columns, view.rows, f"{title}, {of}")
-        paths.append(save(drawn, beside("alignment")))
+        paths.append(save(drawn, path.with_name(f"{path.stem}-alignment{path.suffix}")))
     return paths
+
+
+def _grid(panel: Panel, title: str) -> Figure:
+    """The heads of every view, or of the layer that was asked for."""
+    maps, names, tokens = [], [], []
+    for view in panel.views:
+        whole = view.step == (1, 1)
+        for layer in view.layers:
+            if panel.layer in (None, layer.number):
+                maps.append(torch.stack([view.small(head) for head in layer.heads]))
+                number = str(layer.number)
+                names.append(f"{view.name} {number}" if panel.views[1:] else number)
+                tokens.append((view.rows, view.columns) if whole else (None, None))
+    return head_grid(maps, title, names=names, tokens=tokens)
 
 
 class Link(NamedTuple):
@@ -98,30 +107,50 @@ def links(a: Tensor, least: float | None = None) -> list[Link]:
 # --- attention ----------------------------------------------------------------------------------
 
 
-def head_grid(maps: Maps, title: str = "", *, names: Names = None, dark: bool = False) -> Figure:
-    """Every head as a tile, a row of tiles for each layer (`names`: what they are called). Queries
-    go down and keys across in a tile; a weight of exactly 0, such as of a later token, is grey."""
+def head_grid(
+    maps: Maps,
+    title: str = "",
+    *,
+    names: Names = None,
+    tokens: Sequence[tuple[Names, Names]] = (),
+    dark: bool = False,
+) -> Figure:
+    """Every head as a tile, a row of tiles for each layer (`names`: what they are called; `tokens`: the
+    queries and keys of each). Queries go down and keys across in a tile; a weight of exactly 0, such
+    as of a later token, is grey."""
     layers = [_checked(layer, 3) for layer in maps]
     if not layers:
         raise UsageError("there are no maps to draw; ask the probe for at least one layer")
-    rows, columns = len(layers), max(len(layer) for layer in layers)
-    side = min(1.1, 11 / columns, 9 / rows)
-    page = sheet(max(side * columns, 2.5) + 1.9, max(side * rows, 1.2) + 1.2, dark=dark)
+    tokens, columns = tokens or [(None, None)] * len(layers), max(len(layer) for layer in layers)
+    texts = [shown(token) for pair in tokens for side in pair for token in side or ()]
+    side = min(2.2 if texts else 1.1, 11 / columns, 9 / len(layers))
+    # What the longest token takes, in tiles; keys stand below the last row of tiles that has them.
+    room = max(map(len, texts), default=0) * SMALL * 0.65 / 72 / side
+    below = [*(pair[1] for pair in tokens[1:]), None]
+    last = [i for i, pair in enumerate(tokens) if pair[1] and pair[1] != below[i]]
+    tops = [i + room * sum(at < i for at in last) for i in range(len(layers))]
+    rows = len(layers) + room * len(last)
+    width, height = max(side * (columns + room), 2.5) + 1.9, max(side * rows, 1.2) + 1.2
+    page = sheet(width, height, dark=dark)
     ax, most = page.axes[0], max(layer.max().item() for layer in layers)
     for i, layer in enumerate(layers):
+        top, bottom = tops[i] + GAP / 2, tops[i] + 1 - GAP / 2
         for j, tile in enumerate(thumbnail(TILE)(layer)):
-            left, right, bottom, top = j + GAP / 2, j + 1 - GAP / 2, i + 1 - GAP / 2, i + GAP / 2
+            left, right = j + GAP / 2, j + 1 - GAP / 2
             image = page.image(ax, tile, most, (left, right, bottom, top))
             corners = [left, right, right, left, left], [bottom, bottom, top, top, bottom]
             ax.plot(*corners, color=page.faint, linewidth=0.8)
-    ax.set(xlim=(0, columns), ylim=(rows, 0), aspect="equal")
+            if i in last:
+                page.tokens(ax, tokens[i][1] or (), (left, bottom), side, down=False)
+        page.tokens(ax, tokens[i][0] or (), (GAP / 2, top), side, down=True)
+    ax.set(xlim=(-room, columns), ylim=(rows, 0), aspect="equal")
     page.dress(ax, "head   (in each tile: keys across)", "layer   (queries down)")
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     page.bar(image, ax, "attention weight (root scale)")
-    page.title(title or f"Attention of {rows} layers, {columns} heads")
+    page.title(title or f"Attention of {len(layers)} layers, {columns} heads")
     label(ax, "x", token_labels(None, columns, "heads"), [j + 0.5 for j in range(columns)])
-    label(ax, "y", token_labels(names, rows, "layers"), [i + 0.5 for i in range(rows)])
+    label(ax, "y", token_labels(names, len(layers), "layers"), [top + 0.5 for top in tops])
     return page.figure
 
 
@@ -272,6 +301,21 @@ class Sheet:
         cells = np.ma.masked_equal(weights.numpy(), 0.0)
         return ax.imshow(cells, ramps, PowerNorm(0.5, 0.0, most), **how)
 
+    def tokens(
+        self, ax: Axes, tokens: Sequence[str], at: tuple[float, float], side: float, down: bool
+    ) -> None:
+        """The tokens of a tile whose left upper (`down`) or left lower corner is there, beside or below
+        it; as many as have room where a tile is `side` inches wide."""
+        each = (1 - GAP) / max(len(tokens), 1)
+        step = math.ceil(1.2 * SMALL / 72 / (each * side))
+        how: dict[str, Any] = {"ha": "right", "va": "center"}
+        if not down:
+            how = {"ha": "center", "va": "top", "rotation": 90}
+        how |= {"fontsize": SMALL, "color": self.text, "parse_math": False}
+        for i in range(0, len(tokens), step):
+            x, y = (0.0, (i + 0.5) * each) if down else ((i + 0.5) * each, GAP / 4)
+            ax.text(at[0] + x, at[1] + y, shown(tokens[i]), fontfamily=list(_fonts()[0]), **how)
+
     def bar(self, image: Any, ax: Axes, label: str) -> None:
         """The scale of a heat map's colours, as high as the map."""
         inches = ax.get_window_extent().width / self.figure.dpi
@@ -343,10 +387,12 @@ def _fonts() -> tuple[tuple[str, ...], tuple[Any, ...]]:
 
 
 def shown(token: str) -> str:
-    """A token as a label: without spaces around it, line ends and tabs as arrows, short; letters
-    that no font here has as □."""
+    """A token as a label: spaces around it as ␣, line ends and tabs as arrows, short; letters that no
+    font here has as □."""
     token = token.translate({10: "↵", 13: "↵", 9: "⇥"})
-    text = token.strip(" ") or "␣" * len(token) or "∅"
+    bare = token.strip(" ")
+    before, after = token.split(bare, 1) if bare else (token, "")
+    text = "␣" * len(before) + bare + "␣" * len(after) or "∅"
     fonts = _fonts()[1]
     letters = [c if any(f.get_char_index(ord(c)) for f in fonts) else "□" for c in visible(text)]
     return clip("".join(letters), LONGEST)

@@ -109,7 +109,8 @@ def test_tokens_are_shown_as_they_are_and_never_overlap() -> None:
 def test_shown_names_spaces_and_cuts_long_tokens() -> None:
     found = [shown(word) for word in WORDS[:6]]
     assert found == ["<script>", "$x^2", "_{", "∅", "␣␣␣", "↵"]
-    assert shown(" Donaudampfschifffahrt") == "Donaudampfsch…"
+    assert shown(" Donaudampfschifffahrt") == "␣Donaudampfsc…"
+    assert shown(" a") == "␣a" and shown("a ") == "a␣" and shown(" a b ") == "␣a b␣"
 
 
 def test_head_grid_takes_layers_of_any_size_and_their_names() -> None:

@@ -266,7 +266,8 @@ def test_clipping_keeps_the_direction() -> None:
 
 
 def test_cost_meets_at_twice_the_width() -> None:
-    (table,) = tables("cost", tokens=(2048,), dim=(1024,))
+    table, steps = tables("cost", tokens=(2048,), dim=(1024,))
+    assert list(steps.rows[0]) == [2048, 2048, 1]
     assert table.rows[0][1] == table.rows[0][2] == 4 * 2048 * 1024**2
 
 
@@ -289,18 +290,20 @@ def test_rope_score_is_the_same_everywhere_and_turns_as_the_library_does() -> No
 
 
 def test_rnn_path_is_lambda_to_the_t_and_real_cells_forget() -> None:
-    table, cells = tables("rnn-path", x=(0.5, 0.9), steps=(1, 7, 90))
-    assert list(table.rows[1][1:3]) == pytest.approx([0.5**7, 0.9**7])
+    table, path, cells = tables("rnn-path", x=(0.5, 0.9), steps=(1, 7, 90))
+    assert list(table.rows[1][1:]) == pytest.approx([0.5**7, 0.9**7])
+    assert list(path.rows[1]) == [7, 7, 1]
     for name in ("elman", "gru", "lstm"):
         near, later, gone = column(cells, name)
         assert 1 > near > later > gone == 0
 
 
 def test_kv_cache_counts_products_and_bytes() -> None:
-    (table,) = tables(
+    products, memory = tables(
         "kv-cache", tokens=(3,), layers=(2,), heads=(4,), kv_heads=(1,), head_dim=(8,)
     )
-    assert list(table.rows[0]) == [3, 1 + 2 + 3, 1 + 4 + 9, 3 * 2 * (8 + 8) * 2]
+    assert list(products.rows[0]) == [3, 1 + 2 + 3, 1 + 4 + 9]
+    assert list(memory.rows[0]) == [3, 3 * 2 * (8 + 8) * 2]
 
 
 def test_beam_finds_what_greedy_misses() -> None:
