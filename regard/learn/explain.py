@@ -83,7 +83,8 @@ def _cell(cell: Any, whole: bool) -> str:
         return f"{int(cell):,}" if math.isfinite(cell) else str(cell)
     if cell and abs(cell) < 1e-3:
         return f"{cell:.3e}"
-    text = f"{cell:.4f}"
+    # Halves are rounded up, however a processor has rounded the sum behind them.
+    text = f"{round(cell, 6) + math.copysign(1e-9, cell):.4f}"
     return "0.0000" if text == "-0.0000" else text
 
 
