@@ -1,6 +1,9 @@
 """regard doctor: what there is, and whether it works; a self-test that fails is exit 1."""
 
 import json
+import re
+import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,8 @@ import regard
 from regard.attention import core
 from regard.cli import doctor
 from regard.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +80,38 @@ def test_missing_extra_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> Non
     assert doctor.extra_line("plots") == "plots missing (pip install 'regard[plots]')"
     monkeypatch.setitem(doctor.EXTRAS, "transformers", ("no_such_module",))
     assert doctor.extra_line("transformers") == "transformers missing (pip install transformers)"
+
+
+def test_extras_are_those_that_can_be_installed() -> None:
+    """An extra is missing where something is that pip would bring; `regard serve` runs without anything else."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    wanted = extras["project"]["optional-dependencies"]
+    assert set(doctor.EXTRAS) == set(wanted) - {"dev", "browser"} | {"transformers"}
+    homes = packages_distributions()
+
+    def names(extra: str) -> set[str]:
+        found = set()
+        for text in wanted[extra]:
+            name, more = re.fullmatch(r"([\w-]+)(?:\[(\w+)\])?\S*", text).groups()  # type: ignore[union-attr]
+            found |= names(more) if name == "regard" else {re.sub("[-_.]+", "-", name).lower()}
+        return found
+
+    for extra in doctor.EXTRAS.keys() - {"transformers"}:
+        brought = {homes.get(module, [module])[0] for module in doctor.EXTRAS[extra]}
+        assert {re.sub("[-_.]+", "-", name).lower() for name in brought} == names(extra), extra
+
+
+@pytest.mark.parametrize(
+    ("bf16", "fp32", "said"),
+    [
+        (48.8e6, 11.6e9, "fp32 is 237.7 times as fast here"),
+        (1e9, 1.1e9, "fp32 is as fast here"),
+        (1.1e9, 1e9, "fp32 is as fast here"),
+        (3e9, 1e9, "train.precision = bf16 pays, it is 3.0 times as fast"),
+    ],
+)
+def test_doctor_says_which_type_pays(bf16: float, fp32: float, said: str) -> None:
+    assert doctor.faster(bf16, fp32) == said
 
 
 def test_offline_variables_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """regard plan: a table of what a run needs, nothing written, exit 3 where it cannot fit."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -302,3 +303,24 @@ def test_mistake_is_one_sentence(name: str, capsys: pytest.CaptureFixture[str]) 
     said = capsys.readouterr()
     assert said.out == "" and text in said.err
     assert said.err.startswith("error: ") and len(said.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("preset", "readable"), [("llama", True), ("vaswani-base", False)])
+def test_plan_says_whether_transformers_reads_it_and_training_does_not(
+    preset: str, readable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """It is told before the run, and where a folder for others is asked for; not in the middle of a first run."""
+    monkeypatch.chdir(tmp_path)
+    Path("story.txt").write_text(TEXT, encoding="utf-8")
+    Path("pairs.tsv").write_text("a b\tb a\nc d\td c\n" * 8, encoding="utf-8")
+    Path("run.toml").write_text(LM if preset == "llama" else PAIRS, encoding="utf-8")
+    told = "Regard's own format, which transformers does not read: no family of Hugging Face"
+    assert main(["plan", "run.toml"]) == 0
+    assert (told in capsys.readouterr().out) != readable
+    assert main(["train", "run.toml", "--train.steps", "1"]) == 0
+    said = "".join(capsys.readouterr())
+    assert "own format" not in said
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        regard.load("runs/run").save("out")
+    assert any(told in str(w.message) for w in caught) != readable

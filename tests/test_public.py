@@ -1,8 +1,14 @@
 """What `import regard` offers, and what a model says about itself."""
 
+import ast
+import importlib
+import inspect
+import pydoc
 import re
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,6 +27,36 @@ def test_public_name_can_be_imported(name: str) -> None:
 def test_public_names_are_listed_once_and_in_order() -> None:
     assert regard.__all__ == sorted(set(regard.__all__))
     assert set(regard.__all__) <= set(dir(regard))
+
+
+@pytest.mark.parametrize("name", regard.__all__)
+def test_public_callable_is_described_as_what_is_called(name: str) -> None:
+    """Packages that can be called too: help, editors and notebooks show the function's words."""
+    value = getattr(regard, name)
+    if isinstance(value, ModuleType) and callable(value):
+        function = getattr(importlib.import_module(f"regard.{name}.run"), name)
+        assert inspect.getdoc(value) == inspect.getdoc(function)
+        assert inspect.signature(value) == inspect.signature(function)
+        assert inspect.getdoc(function) in re.sub(
+            r"(?m)^ +", "", pydoc.plain(pydoc.render_doc(value))
+        )
+    if callable(value):
+        assert inspect.getdoc(value)
+
+
+def test_type_checkers_know_every_public_name() -> None:
+    """The stub has what __init__.py finds, from where it finds it; py.typed makes them look."""
+    home = Path(regard.__file__).parent
+    assert (home / "py.typed").is_file()
+    stub = ast.parse((home / "__init__.pyi").read_text(encoding="utf-8"))
+    found, listed = {}, None
+    for node in stub.body:
+        if isinstance(node, ast.ImportFrom):
+            found |= {alias.name: node.module for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            listed = ast.literal_eval(node.value)
+    called = {name: f"regard.{name}.run" for name in ("evaluate", "train")}
+    assert found == {**regard._WHERE, **called, "presets": "regard"} and listed == regard.__all__
 
 
 def test_unknown_public_name_is_an_attribute_error() -> None:

@@ -34,6 +34,7 @@ from regard.models.start import Start
 
 NATIVE = "regard"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+OWN = "Regard's own format, which transformers does not read"
 # How sentence-transformers makes a vector of an encoder's states.
 POOLING, MODULES = "1_Pooling/config.json", "modules.json"
 SENTENCES = (POOLING, MODULES, "sentence_bert_config.json", "config_sentence_transformers.json")
@@ -407,15 +408,18 @@ def _fill(
 # --- saving -------------------------------------------------------------------------------------------------------
 
 
-def save(model: Model, path: str | Path, shard_bytes: int = store.SHARD_BYTES) -> Path:
-    """Write config.json, the weights and whatever was carried along; a failed save leaves the old folder whole."""
+def save(
+    model: Model, path: str | Path, shard_bytes: int = store.SHARD_BYTES, tell: bool = True
+) -> Path:
+    """Write config.json, the weights and whatever was carried along; a failed save leaves the old folder whole. Says if
+    transformers cannot read it, unless it is for ourselves, as a run's checkpoints are (not `tell`)."""
     path = Path(path)
     if low_ranks(model):
         raise UsageError("this model has LoRA: save_adapter keeps it, or merge(model).save")
     origin = model.origin or Origin(model.family)
     family, theirs, why = express(model, origin)
-    if family is None:
-        notice(f"saved in Regard's own format, which transformers does not read: {why}")
+    if family is None and tell:
+        notice(f"saved in {OWN}: {why}")
     kinds, (first, p) = _saved_types(model, origin), next(model.named_parameters())
     theirs = {**theirs, "dtype": dtype_name(kinds.get(first, p.dtype))}
     theirs.pop("torch_dtype", None)
@@ -441,6 +445,12 @@ def save(model: Model, path: str | Path, shard_bytes: int = store.SHARD_BYTES) -
         store.write_weights(folder, tensors, shard_bytes)
         store.write_carried(folder, origin.files)
     return path
+
+
+def own_format(model: Model) -> str:
+    """That and why a folder of this model is one for Regard alone; nothing where transformers reads it."""
+    family, _, why = express(model, model.origin or Origin(model.family))
+    return f"{OWN}: {why}" if family is None else ""
 
 
 def express(model: Model, origin: Origin) -> tuple[Family | None, Data, str]:

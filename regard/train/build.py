@@ -17,6 +17,7 @@ import torch
 from regard.checkpoint import load as load_model
 from regard.checkpoint.adapter import load_adapter, save_adapter
 from regard.checkpoint.hf import Origin, cast
+from regard.checkpoint.hf import save as save_model
 from regard.config import having, to_dict
 from regard.data.config import CHATS, Data, Loaded, text_roles
 from regard.data.config import load as load_data
@@ -94,7 +95,8 @@ def assemble(
         given = config.prefer.reference or not small
         reference = reference_of(config, model, coder) if given else None
         objective = partial(objective, reference=reference, tally=tally)
-    save = save_adapter if small else lambda m, path: m.save(path)
+    # The plan says whether transformers can read the folders.
+    save = save_adapter if small else partial(save_model, tell=False)
     load = partial(load_adapter, into=model) if small else load_model
     checkpoints = Checkpoints(folder / "checkpoints", save, keep, partial(written, small=small))
     feed = config.fed(loaded.feed, marks(coder))

@@ -1,0 +1,107 @@
+"""What type checkers and editors know of the public names, which __init__.py finds when they are used."""
+
+from regard import presets
+from regard.attention import ATTENTION, BACKENDS, DSA, GQA, MLA, Context, DeltaRule, attend
+from regard.block import Tower
+from regard.cache import LAYOUTS, CacheSpec, Contiguous, Paged, Ring
+from regard.checkpoint import from_hf, load
+from regard.decode.engine import Engine
+from regard.decode.generate import generate, stream, translate
+from regard.decode.settings import Request, Result, Settings
+from regard.errors import UsageError
+from regard.evaluate.model import answer, classify, embed, fill
+from regard.evaluate.run import evaluate
+from regard.fast.cpu import prepare
+from regard.labs.run import lab
+from regard.layers import LM, MLM, MLP, Answer, Classify, Norm, Tag
+from regard.mask import Causal, Documents, Full, Padding, Prefix, Span, Visible, Window
+from regard.models import (
+    EncoderDecoderConfig,
+    Model,
+    Patches,
+    RecurrentConfig,
+    Seq2SeqConfig,
+    Tokens,
+    TransformerConfig,
+)
+from regard.moe import MoE
+from regard.position import Alibi, Learned, Linear, Llama3, Rope, Sinusoidal, T5Bias, Yarn
+from regard.presets import PRESETS, build
+from regard.see.probe import Probe
+from regard.train.finetune import finetune
+from regard.train.run import RunConfig, train
+from regard.train.trainer import Trainer
+
+__version__: str
+__all__ = [
+    "ATTENTION",
+    "Alibi",
+    "Answer",
+    "BACKENDS",
+    "CacheSpec",
+    "Causal",
+    "Classify",
+    "Context",
+    "Contiguous",
+    "DSA",
+    "DeltaRule",
+    "Documents",
+    "EncoderDecoderConfig",
+    "Engine",
+    "Full",
+    "GQA",
+    "LAYOUTS",
+    "LM",
+    "Learned",
+    "Linear",
+    "Llama3",
+    "MLA",
+    "MLM",
+    "MLP",
+    "MoE",
+    "Model",
+    "Norm",
+    "PRESETS",
+    "Padding",
+    "Paged",
+    "Patches",
+    "Prefix",
+    "Probe",
+    "RecurrentConfig",
+    "Request",
+    "Result",
+    "Ring",
+    "Rope",
+    "RunConfig",
+    "Seq2SeqConfig",
+    "Settings",
+    "Sinusoidal",
+    "Span",
+    "T5Bias",
+    "Tag",
+    "Tokens",
+    "Tower",
+    "Trainer",
+    "TransformerConfig",
+    "UsageError",
+    "Visible",
+    "Window",
+    "Yarn",
+    "answer",
+    "attend",
+    "build",
+    "classify",
+    "embed",
+    "evaluate",
+    "fill",
+    "finetune",
+    "from_hf",
+    "generate",
+    "lab",
+    "load",
+    "prepare",
+    "presets",
+    "stream",
+    "train",
+    "translate",
+]
