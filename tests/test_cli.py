@@ -148,10 +148,10 @@ def test_every_flag_has_a_comment_which_is_its_help() -> None:
                 assert group or "  # " in line or above.startswith("    # "), f"{path}: {line}"
 
 
-def test_every_setting_of_decoding_is_a_flag_with_its_default() -> None:
+def test_every_setting_of_decoding_is_a_flag_that_is_left_to_the_folder() -> None:
     made = cli_parse.values(cli_generate.Options(model="m"))
     for f in dataclasses.fields(regard.Settings):
-        assert made[f.name] == f.default, f.name
+        assert made[f.name] is None or made[f.name] == f.default, f.name
 
 
 def test_threads_sleep_and_are_counted_once_before_a_command_computes() -> None:

@@ -163,10 +163,10 @@ def test_broken_folder_is_the_datas_fault(name: str, content: bytes, tmp_path: P
         (b'{"eos_token_id": "x"}', 4, "eos_token_id must be an id"),
         (
             b'{"forced_bos_token_id": "x"}',
-            2,
-            "the model folder's forced_first 'x' is no whole number",
+            4,
+            "generation_config.json: 'x' is not a token id",
         ),
-        (b'{"forced_eos_token_id": [400]}', 2, "the model folder's forced_last 400 is outside"),
+        (b'{"forced_eos_token_id": [400]}', 4, "the model folder's forced_last 400 is outside"),
         (b'{"bad_words_ids": 5}', 4, "bad_words_ids must be lists of ids"),
         (b'{"bad_words_ids": [5]}', 4, "bad_words_ids must be lists of ids"),
     ],

@@ -1107,21 +1107,33 @@ FAMILIES: dict[str, Family] = {
     family.name: family for family in list(globals().values()) if isinstance(family, Family)
 }
 
+# Keys of how texts are generated: decode/defaults.py reads them where no generation_config.json does.
+GENERATION = frozenset(
+    """max_length max_new_tokens min_length min_new_tokens early_stopping max_time stop_strings do_sample
+    num_beams use_mtp use_cache cache_implementation cache_config max_cache_len temperature top_k top_p
+    min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty
+    length_penalty no_repeat_ngram_size bad_words_ids renormalize_logits forced_bos_token_id
+    forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    begin_suppress_tokens sequence_bias token_healing guidance_scale watermarking_config
+    num_return_sequences output_attentions output_hidden_states output_scores output_logits
+    return_dict_in_generate pad_token_id bos_token_id eos_token_id encoder_no_repeat_ngram_size
+    decoder_start_token_id is_assistant num_assistant_tokens num_assistant_tokens_schedule
+    assistant_confidence_threshold prompt_lookup_num_tokens max_matching_ngram_size assistant_early_exit
+    assistant_lookbehind target_lookbehind assistant_ensemble_weight speculation_type compile_config
+    disable_compile continuous_batching_config low_memory penalty_alpha dola_layers diversity_penalty
+    num_beam_groups constraints force_words_ids prefill_chunk_size _from_model_config transformers_version
+    forced_decoder_ids""".split()  # noqa: SIM905
+)
 # Keys that decide nothing in a forward pass, unless a family has a rule for them: kept as they are
 # and written back.
-INERT = frozenset(
-    """architectures model_type transformers_version dtype torch_dtype _name_or_path name_or_path use_cache
-    bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id mask_token_id unk_token_id
-    decoder_start_token_id forced_bos_token_id forced_eos_token_id bad_words_ids suppress_tokens
-    begin_suppress_tokens initializer_range initializer_factor init_std return_dict output_attentions
-    output_hidden_states output_past trained_length tokenizer_class task_specific_params problem_type finetuning_task
-    id2label label2id num_labels _num_labels gradient_checkpointing pretraining_tp chunk_size_feed_forward
-    is_encoder_decoder torchscript use_bfloat16 prefix num_beams max_length min_length length_penalty
-    early_stopping no_repeat_ngram_size do_sample temperature top_k top_p num_return_sequences
-    directionality pooler_fc_size pooler_num_attention_heads
-    pooler_num_fc_layers pooler_size_per_head pooler_type _attn_implementation_autoset tie_encoder_decoder
-    use_return_dict remove_invalid_values exponential_decay_length_penalty diversity_penalty
-    num_beam_groups repetition_penalty typical_p encoder_no_repeat_ngram_size cross_attention_hidden_size
-    pruned_heads tf_legacy_loss is_composition sinusoidal_pos_embds is_decoder add_cross_attention tie_word_embeddings
-    return_dict_in_generate output_scores""".split()  # noqa: SIM905
+INERT = GENERATION | frozenset(
+    """architectures model_type dtype torch_dtype _name_or_path name_or_path sep_token_id cls_token_id
+    mask_token_id unk_token_id initializer_range initializer_factor init_std return_dict output_past
+    trained_length tokenizer_class task_specific_params problem_type finetuning_task id2label label2id
+    num_labels _num_labels gradient_checkpointing pretraining_tp chunk_size_feed_forward
+    is_encoder_decoder torchscript use_bfloat16 prefix directionality pooler_fc_size
+    pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type
+    _attn_implementation_autoset tie_encoder_decoder use_return_dict cross_attention_hidden_size
+    pruned_heads tf_legacy_loss is_composition sinusoidal_pos_embds is_decoder add_cross_attention
+    tie_word_embeddings""".split()  # noqa: SIM905
 )

@@ -1,7 +1,7 @@
 """regard generate: one prompt in; its answer, or its answers, out. regard translate: lines. regard chat: turns.
 
-Settings of decoding have the names and the defaults of regard.decode.settings.Settings, which
-checks their values; a test keeps the two alike.
+Settings of decoding have the names of regard.decode.settings.Settings, which checks their values; a test keeps the two
+alike. What is not given is as the model's folder says, and else Settings' default.
 """
 
 from __future__ import annotations
@@ -29,49 +29,63 @@ if TYPE_CHECKING:
     from regard.decode.settings import Result
     from regard.evaluate.model import Opened
 
+Number = Annotated[float | None, arg(metavar="X")]
+Early = Literal["heuristic", "never", "first"]
 Token = Annotated[int | None, arg(metavar="ID")]
 Tokens = Annotated[UseAppendAction[tuple[int, ...]], arg(metavar="ID")]
 Biases = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="ID=BIAS")]
+Runs = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="ID,ID=BIAS")]
+Decay = Annotated[tuple[int, float] | None, arg(metavar="N FACTOR")]
+Defaults = Literal["model", "plain"]
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn, when temperature is above 0."""
 
-    top_k: int = 0  # draw from the K most probable tokens; 0: from all
-    min_p: float = 0.0  # least share of the most probable token's probability
-    typical_p: float = 1.0  # draw from the most typical tokens that make up this probability
-    repetition_penalty: float = 1.0  # above 1: tokens that occurred become less probable
-    presence_penalty: float = 0.0  # taken from the logit of each token that occurred
-    frequency_penalty: float = 0.0  # the same for each time it occurred
-    samples: int = 1  # several answers to the prompt
+    top_k: cli.Count = None  # draw from the K most probable tokens; 0: from all
+    min_p: Number = None  # least share of the most probable token's probability
+    typical_p: Number = None  # draw from the most typical tokens that make up this probability
+    repetition_penalty: Number = None  # above 1: tokens that occurred become less probable
+    encoder_repetition_penalty: Number = None  # above 1: tokens of the source, more probable
+    presence_penalty: Number = None  # taken from the logit of each token that occurred
+    frequency_penalty: Number = None  # the same for each time it occurred
+    samples: cli.Count = None  # several answers to the prompt
 
 
 @dataclass(frozen=True)
 class Search:
     """Beam search, and speculation."""
 
-    beams: int = 1  # above 1: beam search
-    n_best: int = 1  # print the N best of the beams
-    length_penalty: float = 1.0  # a text scores log probability / length ** penalty
+    beams: cli.Count = None  # above 1: beam search
+    n_best: cli.Count = None  # print the N best of the beams
+    length_penalty: Number = None  # a text scores log probability / length ** penalty
     # when beam search may stop: by a bound, at the best bound, or with as many texts as beams
-    early_stopping: Literal["heuristic", "never", "first"] = "heuristic"
-    groups: int = 1  # groups of beams that avoid each other's tokens
-    diversity: float = 0.0  # how much they avoid them
+    early_stopping: Early | None = None
+    # compare beams by what bias, bans and penalties leave of the probabilities
+    renormalize_logits: bool | None = None
+    groups: cli.Count = None  # groups of beams that avoid each other's tokens
+    diversity: Number = None  # how much they avoid them
     # a small model of the same vocabulary that guesses tokens ahead; changes no greedy token
     draft_model: cli.FolderName = None
-    draft: int = 0  # how many it guesses at once; 0: 4
+    draft: cli.Count = None  # how many it guesses at once; default: 4
     # guess this many tokens at once by looking the last ones up in the text; changes no token
-    lookup: int = 0
+    lookup: cli.Count = None
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules about single tokens, by id."""
+    """Rules about tokens, by id."""
 
-    min_new_tokens: int = 0  # no end before this many tokens
+    min_new_tokens: cli.Count = None  # no end before this many tokens
     logit_bias: Biases = ()  # add BIAS to the logit of token ID
+    sequence_bias: Runs = ()  # the same of the last of several tokens, where it would follow the others
     banned: Tokens = ()  # never this token
+    begin_suppress_tokens: Tokens = ()  # not as the first
+    no_repeat_ngram_size: cli.Count = None  # no run of N tokens twice
+    encoder_no_repeat_ngram_size: cli.Count = None  # no run of N tokens that the source has
+    # after N tokens, ends become more probable by FACTOR ** tokens since
+    exponential_decay_length_penalty: Decay = None
     eos: Tokens = ()  # tokens that end the text, instead of the folder's
     forced_first: Token = None  # the first token
     forced_last: Token = None  # the last token of a text that reaches the limit
@@ -90,14 +104,16 @@ class Options:
     model: cli.Folder
     # the text, or the name of a picture; stdin if left out or -
     prompt: Annotated[Positional[str | None], arg(metavar="[PROMPT]")] = None
-    max_new_tokens: int = 64  # end after this many tokens
+    max_new_tokens: cli.Count = None  # end after this many tokens; default: the folder's, or 64
     # a text longer than the model's context: an error, go on with its last tokens, or with its first four and its last
     overflow: Literal["error", "crop", "sinks"] = "error"
-    # 0: always the most probable token; 1: draw by the model's probabilities
-    temperature: float = 0.0
-    top_p: float = 1.0  # draw from the most probable tokens that make up this probability
+    # 0: always the most probable token; 1: draw by the model's probabilities; default: the folder's, or 0
+    temperature: Number = None
+    top_p: Number = None  # draw from the most probable tokens that make up this probability
     seed: int = 0  # another number, another text
     stop: cli.Texts = ()  # end before this text
+    # what is not given: as the folder's generation_config.json says, or (plain) its end tokens alone
+    defaults: Defaults = "model"
     ids: cli.Switch = False  # the prompt is token ids: "5 9 2"
     json: cli.Switch = False  # one JSON object for each answer: text, ids, logprobs, score, finish
     top_logprobs: int = 0  # with --json: the N most probable tokens beside each one
@@ -110,20 +126,20 @@ class Options:
 
 def run(options: Options) -> int:
     from regard.data.read import Pictures
+    from regard.decode.defaults import check_given, settings_of
     from regard.decode.generate import Unanswered, answers, failed, stream, unread
-    from regard.decode.settings import Settings
     from regard.evaluate.model import check_reads_text, notice_length
     from regard.models import Patches
     from regard.text import needed
 
-    given, drafted = settings_of(options), options.search.draft_model
+    given, drafted = settings_in(options), options.search.draft_model
     if drafted is not None:
-        given["draft"] = given["draft"] or 4
-    elif given["draft"]:
+        given["draft"] = given.get("draft") or 4
+    elif given.get("draft"):
         raise UsageError("--draft counts the guesses of a draft model: --draft-model FOLDER")
     # A wrong setting is told before the model is read.
-    rows = Settings.of(given).rows
-    if (given["top_logprobs"] or given["prompt_logprobs"]) and not options.json:
+    check_given(given)
+    if (options.top_logprobs or options.prompt_logprobs) and not options.json:
         raise UsageError(
             "--top-logprobs and --prompt-logprobs are printed with --json; give it too"
         )
@@ -146,6 +162,10 @@ def run(options: Options) -> int:
         if options.prompt and options.prompt == prompt:
             check_not_a_file(prompt, options.model)
     cli.compare(opened, prompt)
+    say_defaults(model, options.defaults)
+    single = "stop" if options.stop else ""
+    rows = settings_of(model, given, options.defaults, single)(1).rows
+    given["defaults"] = options.defaults
     ids = prompt
     if isinstance(prompt, str):
         ids = needed(tokenizer).encode(prompt)
@@ -188,21 +208,34 @@ def check_not_a_file(prompt: str, model: str) -> None:
     tell("note", f"the prompt is the text {prompt!r}, which is also the name of a file; {how}")
 
 
-def settings_of(options: Any) -> dict[str, Any]:
+def settings_in(options: Any) -> dict[str, Any]:
     """The options that are settings of decoding. What was not given is left to the model folder or
     the default."""
     from regard.decode.settings import Settings
 
     flat, known = cli.values(options), {f.name for f in dataclasses.fields(Settings)}
     given = {n: x for n, x in flat.items() if n in known and x is not None and x != ()}
-    for text in given.pop("logit_bias", ()):
-        try:
-            token, value = text.split("=")
-            given["logit_bias"] = (*given.get("logit_bias", ()), (int(token), float(value)))
-        except ValueError:
-            example = "give ID=BIAS, for example --logit-bias 42=-5"
-            raise UsageError(f"--logit-bias is {text!r}; {example}") from None
+    for name, many in (("logit_bias", False), ("sequence_bias", True)):
+        for text in given.pop(name, ()):
+            flag = f"--{name.replace('_', '-')}"
+            try:
+                tokens, value = text.split("=")
+                ids = tuple(int(token) for token in tokens.split(",")) if many else int(tokens)
+                given[name] = (*given.get(name, ()), (ids, float(value)))
+            except ValueError:
+                example = f"{flag} {'42,7=-inf' if many else '42=-5'}"
+                raise UsageError(
+                    f"{flag} is {text!r}; give {'ID,ID' if many else 'ID'}=BIAS, for example {example}"
+                ) from None
     return given
+
+
+def say_defaults(model: Any, defaults: str) -> None:
+    """Tell people which settings the model's folder names."""
+    from regard.decode.defaults import described
+
+    if defaults == "model" and (line := described(model)):
+        cli.talk(line)
 
 
 def write(pieces: Generator[str, None, Result], rate: cli.Rate, written: list[str]) -> Result:
@@ -243,11 +276,14 @@ class TranslateOptions:
 
     model: cli.Folder
     file: cli.File = "-"  # text file, UTF-8; - is stdin
-    beams: int = 4  # 1 is greedy
-    max_new_tokens: cli.Count = None  # default: twice the longest source line and ten
-    length_penalty: float = 1.0  # a text scores log probability / length ** penalty
+    beams: cli.Count = None  # 1 is greedy; default: the folder's, or 4
+    # default: the folder's, or twice the longest source line and ten
+    max_new_tokens: cli.Count = None
+    length_penalty: Number = None  # a text scores log probability / length ** penalty
     # when beam search may stop
-    early_stopping: Literal["heuristic", "never", "first"] = "heuristic"
+    early_stopping: Early | None = None
+    # what is not given: as the folder's generation_config.json says, or (plain) its end tokens alone
+    defaults: Defaults = "model"
     # after a tab: word pairs source-target, by the last layer's cross-attention
     align: cli.Switch = False
     # one JSON object per line: text, ids, logprobs, score, finish; with --align, align
@@ -259,15 +295,16 @@ class TranslateOptions:
 
 
 def translate(options: TranslateOptions) -> int:
-    from regard.decode.generate import Unanswered, answers, default_length
-    from regard.decode.settings import Result, Settings
+    from regard.decode.defaults import check_given
+    from regard.decode.generate import Unanswered, answers, translating
+    from regard.decode.settings import Result
     from regard.evaluate.model import check_reads_text
     from regard.models.embedding import context
     from regard.see.look import align, cross_site
     from regard.text import needed
 
-    given = settings_of(options)
-    Settings.of(given)
+    given = settings_in(options)
+    check_given(given)
     cli.check_counts(options, "rows", "block")
     cli.check_file(options.file)
     opened = cli.open_model(options.model, options.machine)
@@ -277,6 +314,7 @@ def translate(options: TranslateOptions) -> int:
             "translate needs an encoder-decoder (T5, BART, Marian, ...); for others use regard generate"
         )
     check_reads_text(model)
+    say_defaults(model, options.defaults)
     tokenizer, site = needed(opened.tokenizer), cross_site(model) if options.align else ""
     source = getattr(model.config, "source", None)
     longest = None if source is None else context(model.config.max_len, source)
@@ -307,8 +345,9 @@ def translate(options: TranslateOptions) -> int:
         results: Iterator[Result] = iter(())
         if full := [ids for ids in sources if ids]:
             cli.compare(opened, full[0])
-            limit = {"max_new_tokens": default_length(model, full), **given}
-            results = (group[0] for group in answers(model, full, rows=options.rows, **limit))
+            how = translating(model, full, given, options.defaults)
+            how |= {"rows": options.rows, "defaults": options.defaults}
+            results = (group[0] for group in answers(model, full, **how))
         for line, ids, where in zip(lines, sources, places):
             result = next(results) if ids else Result([], [], 0.0, "eos", text="")
             if result.finish == "error":
@@ -338,24 +377,28 @@ class ChatOptions:
     model: cli.Folder
     system: cli.Text = None  # what the model is told first
     max_new_tokens: cli.Count = None  # of an answer; default: what the context leaves, at most 1024
-    temperature: float = 0.0  # 0: always the most probable token
-    top_p: float = 1.0  # draw from the most probable tokens that make up this probability
+    temperature: Number = None  # 0: always the most probable token; default: the folder's, or 0
+    top_p: Number = None  # draw from the most probable tokens that make up this probability
     seed: int = 0  # another number, another text
     stop: cli.Texts = ()  # end an answer before this text
+    # what is not given: as the folder's generation_config.json says, or (plain) its end tokens alone
+    defaults: Defaults = "model"
     machine: cli.Machine = cli.Machine()
 
 
 def chat(options: ChatOptions) -> int:
-    from regard.decode.settings import Settings
+    from regard.decode.defaults import check_given
     from regard.evaluate.model import check_reads_text
     from regard.text import needed, render_chat
     from regard.text.tokenizer import check_unicode
 
-    given = settings_of(options)
-    Settings.of(given)
+    given = settings_in(options)
+    check_given(given)
+    given["defaults"] = options.defaults
     check_unicode(options.system or "", "--system")
     opened = cli.open_model(options.model, options.machine)
     check_reads_text(opened.model)
+    say_defaults(opened.model, options.defaults)
     begin = [] if options.system is None else [{"role": "system", "content": options.system}]
     with blaming(DATA):
         render_chat(needed(opened.tokenizer), [*begin, {"role": "user", "content": "?"}])
@@ -400,6 +443,7 @@ def answer(
     opened: Opened, messages: list[dict[str, str]], stop: tuple[str, ...], given: dict[str, Any]
 ) -> str:
     """Write the answer to the last message; one that is interrupted stays, as far as it came."""
+    from regard.decode.defaults import folder_settings
     from regard.decode.generate import stream
     from regard.text import encode_chat, needed
 
@@ -411,7 +455,10 @@ def answer(
         raise UsageError(
             f"the conversation has {used} tokens, the model's context is {longest}; start a new one"
         )
-    settings = {"max_new_tokens": int(min(LONGEST, longest - used)), **given}
+    named = folder_settings(opened.model)[0] if given["defaults"] == "model" else {}
+    settings = dict(given)
+    if not {"max_new_tokens", "max_length"} & (named | given).keys():
+        settings["max_new_tokens"] = int(min(LONGEST, longest - used))
     rate, why = cli.Rate(streaming=True), "Ctrl-C"
     written: list[str] = []
     try:

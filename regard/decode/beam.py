@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.decode.lane import BROKEN, Slot
-from regard.decode.sampling import Columns, adjusted, used_by
+from regard.decode.sampling import RENORMALIZE, RULES, Columns, adjusted, ruled, used_by
 from regard.decode.settings import Request, Result, Settings
 from regard.kernels.c.rows import choose as best_of
 from regard.kernels.triton.sample import largest
@@ -221,20 +221,22 @@ class Search:
         each = (used_by(g.row.request.settings, g.asked, g.asked) for g in groups)
         return frozenset().union(*each)
 
-    def banned(self, groups: list[Group]) -> tuple[int, ...] | None:
-        """What no text may say, if nothing but this changes the logits: then the largest are enough."""
+    def banned(self, groups: list[Group]) -> tuple[tuple[int, ...], bool] | None:
+        """What no text may say, and whether probabilities are of what is left, if nothing but this changes the logits:
+        then the largest are enough."""
         each = [g.row.request.settings for g in groups]
-        bans = {tuple(sorted(set(s.banned))) for s in each}
-        alike = len(bans) == 1 and not any(s.logit_bias for s in each)
-        simple = self.shape.groups == 1 and not self._used(groups) - ({"bias"} if alike else set())
+        bans = {(tuple(sorted(set(s.banned))), s.renormalize_logits) for s in each}
+        if len(bans) > 1 or any(s.logit_bias or s.sequence_bias for s in each):
+            return None
+        simple = self.shape.groups == 1 and not self._used(groups) - {"bias", RENORMALIZE}
         return next(iter(bans)) if simple else None
 
     def best(self, groups: list[Group], logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """The log sum exp of every row of logits (rows V), and its largest with their tokens, or all of them."""
         logits, banned = logits.float(), self.banned(groups)
         if banned is not None:
-            many = min(self.shape.candidates, logits.shape[1] - len(banned))
-            return best_of(logits, many, banned)
+            many = min(self.shape.candidates, logits.shape[1] - len(banned[0]))
+            return best_of(logits, many, *banned)
         if self.known != groups or self.columns is None:
             rows = [g.row for g in groups for _ in range(self.shape.beams)]
             self.columns = Columns(len(rows), logits.shape[1], logits.device)
@@ -254,12 +256,25 @@ class Search:
             norm, logits = norm.masked_fill(bad, 0.0), logits.masked_fill(bad[:, None], 0.0)
         columns = {}
         if token is None and self.columns is not None:
-            columns = self.columns.at(slice(None), self._used(groups))
+            used = self._used(groups)
+            columns = self.columns.at(slice(None), used)
+            if RULES in used:
+                said = [x for g in groups for x in self._said(g, state, groups)]
+                columns[RULES] = ruled(said, torch.zeros_like(logits))
         state, parents, over = select(state, self.rules, self.shape, logits, norm, columns, token)
         for g, bad_one, end in zip(groups, broken, over.tolist(), strict=True):
             g.row.error = BROKEN if bad_one else None
             g.closed, g.asked = bad_one or end, g.asked + 1
         return state, parents
+
+    def _said(
+        self, group: Group, state: Beams, groups: list[Group]
+    ) -> list[tuple[Request, list[int]]]:
+        """The texts of a request's beams, in the order of their rows."""
+        k = self.shape.groups
+        at = k * groups.index(group)
+        texts = state.ids[at : at + k, :, : group.asked].flatten(0, 1).tolist()
+        return [(group.row.request, text) for text in texts]
 
     def results(self, group: Group, why: str) -> list[Result]:
         k = self.shape.groups
@@ -309,6 +324,8 @@ def select(
             score, token = largest(score, min(shape.candidates, score.shape[1]))
             logp = mine.gather(1, token).float() - scale
             score = score if changes else logp
+            if RENORMALIZE in changes:
+                logp = torch.where(changes[RENORMALIZE] > 0, score, logp)
         else:
             token = best
             score = logp = mine - scale

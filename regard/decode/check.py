@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from regard.cache import FIRST, Pool, taken_back
-from regard.decode.settings import Request
+from regard.decode.settings import Request, named
 from regard.errors import UsageError
 from regard.models.embedding import Patches, Tokens, context
 
@@ -20,9 +20,7 @@ def check(request: Request, model: Any) -> None:
     if not request.ids:
         raise UsageError("the prompt is empty; give at least one token")
     tokens = written(model)
-    forced = [i for i in (s.forced_first, s.forced_last) if i is not None]
-    named = [*request.ids, *s.eos, *s.banned, *forced, *(i for i, _ in s.logit_bias)]
-    check_tokens(named, tokens.vocab)
+    check_tokens([*request.ids, *named(s)], tokens.vocab)
     if len({*s.banned, *(s.eos if s.min_new_tokens else ())}) >= tokens.vocab:
         raise UsageError(f"all {tokens.vocab} tokens are banned; leave at least one")
     longest = context_of(model)

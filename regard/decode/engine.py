@@ -33,6 +33,7 @@ import torch
 from regard.cache import CacheSpec, OutOfPages, Pool, alike, taken_back
 from regard.decode.beam import Shape
 from regard.decode.check import check, check_draft, check_drafted, check_pages, context_of
+from regard.decode.defaults import described
 from regard.decode.graphs import SlotLane, runner_of, source_length, source_size, why_plain
 from regard.decode.lane import Lane, Row, Scores, page_keys, unscored
 from regard.decode.plain import PlainLane, SinksLane, WindowLane, streams
@@ -144,13 +145,16 @@ class Engine:
             how = "CUDA graphs" if runner.graph else "steps as in a CUDA graph"
             size = f"{len(pool.users):,} pages of {pool.page} tokens, {pool.nbytes / 2**30:.2f} GiB"
             first = f"runner graph: {how} of {runner.rows} slots over {size}"
-            more = "guesses and texts past the context: runner torch"
+            more = "guesses, rules on runs of tokens and texts past the context: runner torch"
             if runner.stateful:
                 more = f"beam search, {more}; no prefix is found again, as pages hold no state"
             slow = "rows with a mask: rounds of one step, for all that run beside them"
-            return "\n".join([first, runner.fast.explain(), more, slow])
-        name = "native" if isinstance(self.model, Prepared) else "torch"
-        return f"runner {name}: no CUDA graph, as {self.plain}\n{self.model.explain()}"
+            lines = [first, runner.fast.explain(), more, slow]
+        else:
+            name = "native" if isinstance(self.model, Prepared) else "torch"
+            lines = [f"runner {name}: no CUDA graph, as {self.plain}", self.model.explain()]
+        # What `regard.generate`, the commands and the server ask for, unless they are told otherwise.
+        return "\n".join(filter(None, [*lines, described(self.model)]))
 
     def submit(self, request: Request) -> int:
         """Queue a request; its number names it in events."""

@@ -12,21 +12,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.decode.check import check_tokens, written
+from regard.decode.defaults import folder_settings, settings_of, special_of, tokenizer_of
 from regard.decode.engine import Engine
 from regard.decode.graphs import source_size, why_plain
-from regard.decode.settings import Event, Request, Result, Settings
-from regard.errors import UsageError, notice
+from regard.decode.settings import Event, Request, Result
+from regard.errors import UsageError
 from regard.fast.cpu import NativeAttention
 from regard.fast.invariant import invariant as steady
 from regard.machine import free_memory
-from regard.text import Special, Stream, Tokenizer, needed, special_ids
-from regard.text.build import read_json
+from regard.text import Stream, Tokenizer, needed
 from regard.text.tokenizer import check_stop
 
 Prompt = str | Sequence[int] | Tensor
 PAGE = 16  # tokens
 ROWS = 64
+# One answer of the most probable tokens, whatever a folder says of drawing and of beams.
+GREEDY: dict[str, Any] = {"temperature": 0.0, "beams": 1}
 LEAST = 2**28  # bytes of pages on a GPU
 TOTAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # bytes of this machine
 Mask = Callable[[int, list[int]], Any] | None
@@ -48,11 +49,14 @@ def generate(
     invariant: bool = False,
     draft_model: Any = None,
     mask: Mask = None,
+    defaults: str = "model",
     **settings: Any,
 ) -> list[Result]:
     """Answers to prompts, which are texts or lists of ids (an encoder-decoder's source; images for a captioner).
 
-    settings: see regard.decode.settings.Settings. With n_best or samples above 1 a prompt's results follow each other.
+    settings: see regard.decode.settings.Settings. Those that are not given are as the model's folder says
+    (generation_config.json, as transformers reads it); with `defaults="plain"` they are Settings' own, and only the
+    folder's end tokens are taken. With n_best or samples above 1 a prompt's results follow each other.
     `rows` bounds the batch (64 if not said; in a CUDA graph 64 prompts with all their beams); more prompts than fit are
     served as rows become free. `layout`: paged or contiguous; if it is not said, paged where that is fastest (in a
     CUDA graph, and for beams of a prepared model), and contiguous elsewhere. `invariant`: an answer has the same
@@ -62,7 +66,7 @@ def generate(
 
     An answer that fails (the model gives no numbers) is a result too: its finish is "error", `error` says why, ids and
     text are what it had; the others are as ever, and a warning counts the failed ones."""
-    rest = (rows, layout, invariant, draft_model, mask)
+    rest = (rows, layout, invariant, draft_model, mask, defaults)
     groups = answers(model, prompts, stop, *rest, **settings)
     results = [result for group in groups for result in group]
     fault = failed(results)
@@ -91,7 +95,7 @@ def engine_for(
     def needs(sizes: Iterable[int]) -> list[int]:
         return sorted((-(-size // page) for size in sizes), reverse=True)
 
-    texts = needs(len(r.ids) + s.max_new_tokens for r in requests)
+    texts = needs(len(r.ids) + r.settings.max_new_tokens for r in requests)
     read = needs(source_size(model, r) for r in requests)
     pages = s.rows * sum(texts[:each]) + sum(read[:each])
     numbers = sum(spec.numbers() for spec in model.cache_specs()) * page * weight.element_size()
@@ -114,12 +118,13 @@ def failed(results: Sequence[Result]) -> str:
 
 def answers(
     model: Any, prompts: Prompt | Sequence[Prompt], stop: str | Sequence[str] = (), rows: int | None = None,
-    layout: str | None = None, invariant: bool = False, draft_model: Any = None, mask: Mask = None, **settings: Any
+    layout: str | None = None, invariant: bool = False, draft_model: Any = None, mask: Mask = None,
+    defaults: str = "model", **settings: Any
 ) -> list[list[Result]]:  # fmt: skip
     """`generate`, each prompt's answers in a list of their own."""
     if draft_model is not None:
         settings.setdefault("draft", 4)
-    job = Job(model, stop, settings, mask=mask)
+    job = Job(model, stop, settings, mask=mask, defaults=defaults)
     many = job.requests(prompts)
     if invariant:
         how: Any = {"layout": layout or "contiguous", "backend": "ordered", "draft": draft_model}
@@ -143,13 +148,14 @@ def stream(
     stop: str | Sequence[str] = (),
     draft_model: Any = None,
     mask: Mask = None,
+    defaults: str = "model",
     **settings: Any,
 ) -> Generator[str, None, Result]:
     """The answer to one prompt while it is made, in pieces: one for each token that completes a character; joined, they
     are generate's text. The generator's return value is the Result. If the answer fails, that is raised at its end."""
     if draft_model is not None:
         settings.setdefault("draft", 4)
-    job = Job(model, stop, settings, live=True, mask=mask)
+    job = Job(model, stop, settings, live=True, mask=mask, defaults=defaults)
     if job.settings.rows > 1:
         raise UsageError("a stream is one answer; leave beams and samples out")
     (request,) = job.requests(prompt)
@@ -173,10 +179,11 @@ def stream(
 
 
 def translate(
-    model: Any, lines: Sequence[str], *, beams: int = 4, rows: int | None = None, **settings: Any
-) -> list[str] | list[list[str]]:
-    """One translation per line, by beam search; with n_best or samples above 1 a list of them per line. Empty lines
-    stay empty. A line that fails is as far as it came, and a warning says so."""
+    model: Any, lines: Sequence[str], *, rows: int | None = None, defaults: str = "model", **settings: Any
+) -> list[str] | list[list[str]]:  # fmt: skip
+    """One translation per line, by beam search (of 4 beams, where neither the caller nor the model's folder says how
+    many); with n_best or samples above 1 a list of them per line. Empty lines stay empty. A line that fails is as far
+    as it came, and a warning says so."""
     if not model.reads_source:
         raise UsageError(
             "translate needs an encoder-decoder (T5, BART, Marian, ...); for others use generate"
@@ -184,17 +191,32 @@ def translate(
     tokenizer = needed(tokenizer_of(model))
     sources = [tokenizer.encode(line) if line.strip() else [] for line in lines]
     full = [source for source in sources if source]
-    settings.setdefault("max_new_tokens", default_length(model, full) if full else 1)
+    settings = translating(model, full, settings, defaults)
     if rows is None and why_plain(model):
         rows = 2 * ROWS
-    groups = answers(model, full, beams=beams, rows=rows, **settings) if full else []
+    groups = answers(model, full, rows=rows, defaults=defaults, **settings) if full else []
     fault = failed([result for group in groups for result in group])
     if fault:
         warnings.warn(fault, RuntimeWarning, stacklevel=2)
     found = iter(groups)
     texts = [[r.text or "" for r in next(found)] if source else [""] for source in sources]
-    several = any(settings.get(name, 1) > 1 for name in ("n_best", "samples"))
+    wanted = settings_of(model, settings, defaults)(1)
+    several = max(wanted.n_best, wanted.samples) > 1
     return texts if several else [text for (text,) in texts]
+
+
+def translating(
+    model: Any, sources: Sequence[Sequence[int]], given: dict[str, Any], defaults: str = "model"
+) -> dict[str, Any]:
+    """What is given to translate sources with, and what neither that nor the model's folder says: 4 beams, and as many
+    tokens as translations need."""
+    named = folder_settings(model)[0] if defaults == "model" else {}
+    more: dict[str, Any] = {}
+    if "beams" not in named and not given.get("temperature", named.get("temperature", 0)):
+        more["beams"] = 4
+    if not {"max_length", "max_new_tokens"} & named.keys():
+        more["max_new_tokens"] = default_length(model, sources) if sources else 1
+    return more | given
 
 
 def default_length(model: Any, sources: Sequence[Sequence[int]]) -> int:
@@ -216,14 +238,19 @@ class Job:
     it holds the text of every answer so far; else an answer is turned into text when it is complete."""
 
     def __init__(
-        self, model: Any, stop: str | Sequence[str], settings: dict[str, Any], live: bool = False, mask: Mask = None
+        self, model: Any, stop: str | Sequence[str], settings: dict[str, Any], live: bool = False, mask: Mask = None,
+        defaults: str = "model"
     ):  # fmt: skip
         self.model, self.stop, self.mask = model, check_stop(stop), mask
+        single = (
+            "stop" if self.stop else "a mask" if mask is not None else "a stream" if live else ""
+        )
         self.live = live or bool(self.stop)
         self.two = model.reads_source
         self.start = (special_of(model).start or 0) if self.two else 0
         self.tokenizer = tokenizer_of(model)
-        self.settings = settings_for(model, settings)
+        self.sized = settings_of(model, settings, defaults, single)
+        self.settings = self.sized(1)
         self.streams: dict[tuple[int, int], Stream] = {}
         self.texts: dict[tuple[int, int], list[str]] = {}
         if self.stop and self.settings.beams > 1:
@@ -237,7 +264,8 @@ class Job:
     def request(self, prompt: Prompt, key: int) -> Request:
         given = self.read(prompt)
         if not self.two:
-            request = Request(_ids(given), self.settings, key=key)
+            ids = _ids(given)
+            request = Request(ids, self.sized(len(ids)), key=key)
         else:
             source = given if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.long)
             if source.dim() == 1 and len(source) == 0:
@@ -289,62 +317,6 @@ class Job:
         return result
 
 
-def tokenizer_of(model: Any) -> Tokenizer | None:
-    """The tokenizer of the model's folder, made once."""
-    origin = model.origin
-    if origin is None:
-        return None
-    if not hasattr(origin, "tokenizer"):
-        origin.tokenizer = Tokenizer.from_files(origin.files, origin.config)
-    return origin.tokenizer
-
-
-def special_of(model: Any) -> Special:
-    if model.origin is None:
-        return Special()
-    tokenizer = tokenizer_of(model)
-    return tokenizer.special if tokenizer else special_ids(model.origin.files, model.origin.config)
-
-
-def settings_for(model: Any, given: dict[str, Any]) -> Settings:
-    """The user's settings, with the end, forced and banned tokens that the model's folder names."""
-    found = {name: value for name, value in told(model).items() if name not in given}
-    vocab = written(model).vocab
-    for name, value in found.items():
-        what = f"the model folder's {name}"
-        if isinstance(value, tuple):
-            # Published folders with a smaller vocabulary than GPT-2's name ids that the model cannot write.
-            beyond = [i for i in value if not isinstance(i, int) or not 0 <= i < vocab]
-            if beyond:
-                where = f"outside the vocabulary (0 to {vocab - 1})"
-                notice(f"{what} {beyond[0]!r} is {where}; left out")
-            found[name] = tuple(i for i in value if i not in beyond)
-        elif value is not None:
-            check_tokens([value], vocab, what)
-    return Settings.of({**found, **given})
-
-
-def told(model: Any) -> dict[str, Any]:
-    """The settings that the model's folder names: end, forced and banned tokens."""
-    found: dict[str, Any] = {"eos": special_of(model).eos}
-    origin = model.origin
-    if origin is None:
-        return found
-    # As in transformers, config.json decides nothing of this where there is a generation_config.json.
-    saved = "generation_config.json" in origin.files
-    said = read_json(origin.files, "generation_config.json") if saved else origin.config
-    found["forced_first"] = said.get("forced_bos_token_id")
-    last = said.get("forced_eos_token_id")
-    found["forced_last"] = next(iter(last), None) if isinstance(last, list) else last
-    words = said.get("bad_words_ids") or []
-    if not isinstance(words, list) or not all(isinstance(word, list) for word in words):
-        raise UsageError(
-            f"the model folder's bad_words_ids must be lists of ids, got {words!r:.60}"
-        )
-    found["banned"] = tuple(word[0] for word in words if len(word) == 1)
-    return found
-
-
 def _many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many: a text, a list of ids or an image is one."""
     if isinstance(prompts, str):
@@ -372,4 +344,4 @@ def _ids(prompt: Any) -> list[int]:
     return [int(i) for i in ids]
 
 
-__all__ = ["Event", "Result", "generate", "stream", "translate"]
+__all__ = ["Event", "Result", "generate", "special_of", "stream", "tokenizer_of", "translate"]

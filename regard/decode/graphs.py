@@ -30,6 +30,7 @@ from regard.decode.lane import BROKEN, NOTHING, SLICE, Lane, Row, Scores, Slot, 
 from regard.decode.sampling import (
     MASK,
     MOST_ENDS,
+    RULES,
     TOPS,
     Columns,
     best_n,
@@ -550,7 +551,10 @@ class SlotLane(Lane):
         plain = not (s.lookup or s.draft or (s.beams > 1 and self.runner.stateful))
         fits = len(request.ids) + s.max_new_tokens <= self.runner.length
         fits = fits and s.samples <= self.runner.rows
-        return plain and fits and (len(s.eos) <= MOST_ENDS or "held" not in uses(s))
+        # What depends on the text so far is asked of the host.
+        used = uses(s)
+        ends = len(s.eos) <= MOST_ENDS or not used & {"held", "decay"}
+        return plain and fits and ends and RULES not in used
 
     # --- membership ---
 

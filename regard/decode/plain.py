@@ -21,7 +21,7 @@ from regard.decode.beam import Group, Search, Shape
 from regard.decode.check import written
 from regard.decode.graphs import source_size
 from regard.decode.lane import BROKEN, NOTHING, SLICE, Lane, Row, Scores, Slot, unscored
-from regard.decode.sampling import MASK, TOPS, Columns, choose, scored, used_by
+from regard.decode.sampling import MASK, RULES, TOPS, Columns, choose, ruled, scored, used_by
 from regard.decode.settings import Request, Result
 from regard.decode.speculate import Draft, padded
 from regard.fast.cpu import Prepared
@@ -254,7 +254,7 @@ class PlainLane(Lane):
         only = None if samples or len(beams) > 1 else next(iter(beams))
         banned = None if only is None else only.banned(only.groups)
         if only is not None and banned is not None and isinstance(self.model, Prepared):
-            found = self.model.next_best(ids, only.shape.candidates, banned, **given)
+            found = self.model.next_best(ids, only.shape.candidates, *banned, **given)
             self._trade({only: (beams[only], found)})
             return
         if guesses:
@@ -369,7 +369,11 @@ class PlainLane(Lane):
         every = len(index) == columns.rows
         at = slice(None) if every else torch.tensor(index, device=logits.device)
         count = torch.tensor([len(row.ids) for row in rows], device=logits.device)
-        tokens = choose(logits, columns.at(at, used), count)
+        given = columns.at(at, used)
+        if RULES in used:
+            texts = [(row.request, row.ids) for row in rows]
+            given[RULES] = ruled(texts, torch.zeros_like(logits))
+        tokens = choose(logits, given, count)
         columns.said(at, tokens)
         return tokens
 

@@ -8,8 +8,10 @@ can hold it; what the host must know (which settings are in use, whether a token
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.decode.lane import Row
-from regard.decode.settings import MOST_TOPS, Settings
+from regard.decode.settings import MOST_TOPS, Request, Settings
 from regard.errors import UsageError
 from regard.kernels.c import rows as native
 from regard.kernels.triton import draw as kernels
@@ -139,9 +141,15 @@ def beam_search(
 
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 FILTERS = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p}
-IDLE = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, **PENALTIES}
+ENCODER = "encoder_repetition_penalty"
+IDLE = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+IDLE |= {**PENALTIES, ENCODER: 1.0}
 MOST_ENDS = 16  # end tokens of a row that may have to go on
 MASK = "mask"  # some row has one
+RULES = "rules"  # some row's next token depends on runs of tokens in its text: see `ruled`
+RENORMALIZE = (
+    "renormalize_logits"  # some search compares texts by what bias, bans and penalties leave
+)
 TOPS = "tops"  # some row asks for the best tokens of each choice; they are noted, nothing is chosen otherwise
 
 
@@ -151,8 +159,15 @@ def uses(s: Settings) -> frozenset[str]:
     found = {name for name, idle in IDLE.items() if getattr(s, name) != idle}
     if not s.temperature:
         found -= {*FILTERS}
-    if s.logit_bias or s.banned:
+    if s.logit_bias or s.banned or any(len(ids) == 1 for ids, _ in s.sequence_bias):
         found.add("bias")
+    runs = s.no_repeat_ngram_size or s.encoder_no_repeat_ngram_size or s.begin_suppress_tokens
+    if runs or any(len(ids) > 1 for ids, _ in s.sequence_bias):
+        found.add(RULES)
+    if s.exponential_decay_length_penalty is not None:
+        found.add("decay")
+    if s.renormalize_logits and s.beams > 1:
+        found.add(RENORMALIZE)
     if s.min_new_tokens or s.forced_first is not None or s.forced_last is not None:
         found.add("held")
     if s.top_logprobs:
@@ -215,6 +230,7 @@ class Columns:
             table[at] = 0.0
             both = list(zip(places, each, strict=True))
             biases = [(i, *pair) for i, s in both for pair in s.logit_bias]
+            biases += [(i, *ids, x) for i, s in both for ids, x in s.sequence_bias if len(ids) == 1]
             if biases:
                 row, token, bias = (send(x, self.device) for x in zip(*biases, strict=True))
                 table.index_put_((row, token), bias.float(), accumulate=True)
@@ -222,8 +238,21 @@ class Columns:
             if bans:
                 row, token = send(bans, self.device).T
                 table[row, token] = -torch.inf
+        if ENCODER in new:
+            blank = torch.zeros(len(rows), self.vocab, device=self.device)
+            self._table("read")[at] = counts([_known(row, self.vocab) for row in rows], blank)
+        if RENORMALIZE in new or RENORMALIZE in self.values:
+            self._set(RENORMALIZE, at, [RENORMALIZE in uses(s) for s in each], 0)
+        if "decay" in new or "decay" in self.values:
+            # Where it begins, and its factor.
+            if "decay" not in self.values:
+                self.values["decay"] = torch.ones(self.rows, 2, device=self.device)
+            decays = [s.exponential_decay_length_penalty or (0, 1.0) for s in each]
+            self.values["decay"][at] = send(decays, self.device).float()
         if MASK in self.values:
             self.room()[list(places)] = -1
+        if "decay" in new:
+            new |= {"held"}
         if "held" in new or "held" in self.values:
             # The least and the most tokens, the first and the last one, and the end tokens.
             if "held" not in self.values:
@@ -262,9 +291,11 @@ class Columns:
 
     def at(self, rows: slice | Tensor, used: frozenset[str]) -> dict[str, Tensor]:
         """What is used, of some rows."""
-        names = {*(used - {TOPS}), *(("seed", "key") if "temperature" in used else ())}
+        names = {*(used - {TOPS, RULES}), *(("seed", "key") if "temperature" in used else ())}
         if used & PENALTIES.keys():
             names |= {"said", "seen"}
+        names |= {"read"} if ENCODER in used else set()
+        names |= {"held"} if "decay" in used else set()
         return {name: self.values[name][rows] for name in sorted(names)}
 
     def said(self, rows: slice | Tensor, tokens: Tensor, live: Tensor | int = 1) -> None:
@@ -272,6 +303,53 @@ class Columns:
         if "said" in self.values:
             at = torch.arange(self.rows, device=self.device)[rows]
             self.values["said"][at, tokens] += live
+
+
+def _known(row: Row, vocab: int) -> list[int]:
+    """What a row was given to read, of the tokens that it can say."""
+    return [i for i in row.request.read if i < vocab]
+
+
+def ruled(texts: Sequence[tuple[Request, list[int]]], blank: Tensor) -> Tensor:
+    """What the rules on runs of tokens add to the next logits of texts, which requests have said so far, to zeros
+    (n V); -inf where they forbid a token."""
+    found = [(i, *x) for i, each in enumerate(texts) for x in _upcoming(*each, blank.shape[1])]
+    if found:
+        row, token, bias = (send(x, blank.device) for x in zip(*found, strict=True))
+        blank.index_put_((row, token), bias.to(blank.dtype), accumulate=True)
+    return blank
+
+
+def _upcoming(request: Request, said: list[int], vocab: int) -> Iterator[tuple[int, float]]:
+    """Tokens that may come next, and what is added to their logits."""
+    s, text = request.settings, request.ids + said
+    if s.begin_suppress_tokens and len(said) == int(s.forced_first is not None):
+        yield from ((token, -math.inf) for token in s.begin_suppress_tokens)
+    for ids, bias in s.sequence_bias:
+        if 1 < len(ids) <= len(text) and tuple(text[1 - len(ids) :]) == ids[:-1]:
+            yield ids[-1], bias
+    for size, where in (
+        (s.no_repeat_ngram_size, text),
+        (s.encoder_no_repeat_ngram_size, request.read if s.encoder_no_repeat_ngram_size else []),
+    ):
+        for token in followers(where, text, size) if size else ():
+            if token < vocab:
+                yield token, -math.inf
+
+
+def followers(where: list[int], text: list[int], size: int) -> Iterator[int]:
+    """Tokens that stand in `where` behind the last size - 1 tokens of a text."""
+    if size == 1:
+        yield from where
+        return
+    tail = text[1 - size :]
+    at = size - 2
+    # A list finds a token faster than a loop does.
+    with contextlib.suppress(ValueError):
+        while len(tail) == size - 1:
+            at = where.index(tail[-1], at) + 1
+            if where[at - size + 1 : at] == tail and at < len(where):
+                yield where[at]
 
 
 def counts(texts: list[list[int]], blank: Tensor) -> Tensor:
@@ -335,11 +413,15 @@ def marked(ids: Tensor, vocab: int) -> Tensor:
 
 
 def adjusted(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:
-    """Bias and bans, penalties, the least length and forced tokens."""
-    if columns.keys() & {"bias", "avoided", *PENALTIES}:
+    """Bias and bans, penalties, the least length, forced tokens, and ends that become more probable: in the order of
+    transformers."""
+    if columns.keys() & {"bias", RULES, "avoided", "decay", ENCODER, RENORMALIZE, *PENALTIES}:
         logits = logits.float()
-    if "bias" in columns:
-        logits = logits + columns["bias"]
+    added = [columns[name] for name in ("bias", RULES) if name in columns]
+    if added:
+        logits = logits + sum(added[1:], added[0])
+    if ENCODER in columns:
+        logits = repeat(logits, columns["read"], 1 / columns[ENCODER])
     if "repetition_penalty" in columns:
         logits = repeat(logits, columns["said"] + columns["seen"], columns["repetition_penalty"])
     if "presence_penalty" in columns:
@@ -358,4 +440,13 @@ def adjusted(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tenso
         must = torch.where((must < 0) & (count == most - 1), last, must)[:, None]
         only = torch.full_like(logits, -torch.inf).scatter(1, must.clamp(min=0), 0.0)
         logits = torch.where(must >= 0, only, logits)
+    if "decay" in columns:
+        start, factor = columns["decay"].split(1, 1)
+        grown = factor ** (count[:, None] - start).clamp(min=0) - 1
+        # What is forbidden stays so.
+        rises = marked(columns["held"][:, 4:], logits.shape[1]) & logits.isfinite() & (grown != 0)
+        logits = torch.where(rises, logits + logits.abs() * grown, logits)
+    if RENORMALIZE in columns:
+        whole = logits.log_softmax(-1).masked_fill(logits == -torch.inf, -torch.inf)
+        logits = torch.where(columns[RENORMALIZE] > 0, whole, logits)
     return logits

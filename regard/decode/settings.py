@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -17,7 +18,7 @@ MOST_TOPS = 20  # tokens listed beside each one that was chosen
 # What transformers and others call our settings.
 ELSEWHERE = {
     "assistant_model": "draft_model",
-    "bad_words_ids": "banned",
+    "bad_words_ids": "banned, and sequence_bias={(5, 6): -inf} for words of several tokens",
     "best_of": "samples",
     "diversity_penalty": "diversity",
     "do_sample": "temperature (0 is greedy, above 0 draws)",
@@ -35,6 +36,7 @@ ELSEWHERE = {
     "num_return_sequences": "samples when drawing, n_best of beams",
     "prompt_lookup_num_tokens": "lookup",
     "stop_strings": "stop",
+    "suppress_tokens": "banned",
 }
 
 Tops = list[tuple[int, float]]  # tokens and their log probabilities, best first
@@ -62,11 +64,23 @@ class Settings:
     # Subtracted from logits of tokens that were said.
     presence_penalty: float = _within(0.0, -100.0, 100.0)
     frequency_penalty: float = _within(0.0, -100.0, 100.0)  # the same, once for each time
+    # Above 1: tokens of the source (of the prompt, where there is none) become more probable.
+    encoder_repetition_penalty: float = _within(1.0, 0.01, 100.0)
+    # No run of so many tokens is said twice; 0: any may be. A decoder's prompt counts.
+    no_repeat_ngram_size: int = _within(0, 0, 1_000_000)
+    # No run of so many tokens is said that the source (the prompt, where there is none) has.
+    encoder_no_repeat_ngram_size: int = _within(0, 0, 1_000_000)
     logit_bias: tuple[tuple[int, float], ...] = ()  # (id, number to add) of tokens
+    # (ids, number to add to the last of them where the text ends with the others); -inf bans the sequence.
+    sequence_bias: tuple[tuple[tuple[int, ...], float], ...] = ()
     banned: tuple[int, ...] = ()  # ids that are never said
+    # Ids that do not come first; after a forced first token, not second.
+    begin_suppress_tokens: tuple[int, ...] = ()
     eos: tuple[int, ...] = ()  # ids that end the text; none: the model's
     forced_first: int | None = None  # the first token must be this
     forced_last: int | None = None  # a text that reaches max_new_tokens must end with this
+    # (start, factor): after so many tokens end tokens become more probable, by factor ** tokens since.
+    exponential_decay_length_penalty: tuple[int, float] | None = None
     # Of the draws; they depend on (seed, request, position) alone.
     seed: int = _within(0, -(2**63), 2**63 - 1)
     samples: int = _within(1, 1, 1024)  # answers drawn from one prompt
@@ -77,6 +91,8 @@ class Settings:
     # as many texts as beams (first, transformers' True).
     early_stopping: str = "heuristic"
     n_best: int = _within(1, 1, 1024)  # texts of a beam search that are given back
+    # Beams are compared, and their log probabilities given, by what bias, bans and penalties leave.
+    renormalize_logits: bool = False
     # Diverse beam search: groups of beams that avoid each other's tokens.
     groups: int = _within(1, 1, 1024)
     diversity: float = _within(0.0, 0.0, 100.0)  # what a group of beams pays for another's token
@@ -95,8 +111,9 @@ class Settings:
     def __post_init__(self) -> None:
         for name, low, high in LIMITS:
             _check_number(name, getattr(self, name), low, high)
-        if not isinstance(self.prompt_logprobs, bool):
-            raise UsageError(f"prompt_logprobs is {self.prompt_logprobs!r}; give True or False")
+        for name in ("prompt_logprobs", "renormalize_logits"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} is {getattr(self, name)!r}; give True or False")
         _check_tokens(self)
         for name, known in (("early_stopping", EARLY), ("overflow", OVERFLOW)):
             if getattr(self, name) not in known:
@@ -153,12 +170,16 @@ class Settings:
                 value = "error"
             if isinstance(value, dict):
                 value = tuple(sorted(value.items()))
-            elif isinstance(value, list):
-                value = tuple(value)
+            value = _tuples(value)
             if isinstance(DEFAULTS[name], float) and type(value) is int:
                 value = float(value)
             clean[name] = value
         return Settings(**clean)
+
+
+def _tuples(x: Any) -> Any:
+    """Lists in lists as tuples in tuples."""
+    return tuple(map(_tuples, x)) if isinstance(x, list | tuple) else x
 
 
 DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Settings)}
@@ -186,20 +207,51 @@ def _check_number(name: str, value: Any, low: float, high: float) -> None:
 
 def _check_tokens(s: Settings) -> None:
     """Token ids are whole numbers; whether the vocabulary has them is known when a request comes."""
-    for name in ("eos", "banned", "logit_bias"):
+    for name in ("eos", "banned", "logit_bias", "sequence_bias", "begin_suppress_tokens"):
         if not isinstance(getattr(s, name), tuple):
             raise UsageError(f"{name} is {getattr(s, name)!r}; give a list of token ids")
     pairs = [pair for pair in s.logit_bias if isinstance(pair, tuple) and len(pair) == 2]
     if len(pairs) < len(s.logit_bias) or not all(_bias(bias) for _, bias in pairs):
         raise UsageError("logit_bias is {token: bias, ...}, each bias a number from -1e9 to 1e9")
-    firsts = [token for token in (s.forced_first, s.forced_last) if token is not None]
-    for token in (*s.eos, *s.banned, *firsts, *(token for token, _ in pairs)):
+    for entry in s.sequence_bias:
+        whole = (
+            isinstance(entry, tuple)
+            and len(entry) == 2
+            and isinstance(entry[0], tuple)
+            and entry[0]
+        )
+        if not whole or not (_bias(entry[1]) or entry[1] == -math.inf):
+            raise UsageError(
+                f"sequence_bias has {entry!r:.60}; give {{(id, id, ...): bias, ...}}, each bias a number from "
+                "-1e9 to 1e9, or -inf, which bans the sequence"
+            )
+    for token in named(s):
         if isinstance(token, bool) or not isinstance(token, int):
-            raise UsageError(f"{token!r} is no token id; give a whole number from 0 on")
+            raise UsageError(f"{token!r} is not a token id; give a whole number from 0 on")
+    decay = s.exponential_decay_length_penalty
+    if decay is not None and not (
+        isinstance(decay, tuple)
+        and len(decay) == 2
+        and type(decay[0]) is int
+        and 0 <= decay[0] <= 1_000_000
+        and isinstance(decay[1], int | float)
+        and 0 < decay[1] <= 100
+    ):
+        raise UsageError(
+            f"exponential_decay_length_penalty is {decay!r}; give (tokens before it begins, factor), the factor a "
+            "number above 0, up to 100"
+        )
+
+
+def named(s: Settings) -> list[int]:
+    """Every token id that settings name."""
+    forced = [token for token in (s.forced_first, s.forced_last) if token is not None]
+    biased = [token for token, _ in s.logit_bias] + [i for ids, _ in s.sequence_bias for i in ids]
+    return [*s.eos, *s.banned, *s.begin_suppress_tokens, *forced, *biased]
 
 
 def _bias(x: Any) -> bool:
-    return isinstance(x, int | float) and -1e9 <= x <= 1e9
+    return isinstance(x, int | float) and not isinstance(x, bool) and -1e9 <= x <= 1e9
 
 
 @dataclass(eq=False)  # two requests with the same words are two
@@ -234,6 +286,13 @@ class Request:
     # Of the engine: since when it waits or runs, and the tokens that it had then.
     since: float = field(default=0.0, init=False)
     had: int = field(default=0, init=False)
+
+    @property
+    def read(self) -> list[int]:
+        """Ids that an encoder reads; of other models the prompt; nothing of an image."""
+        if self.source is None:
+            return self.ids
+        return self.source.tolist() if self.source.dim() == 1 else []
 
     @property
     def rank(self) -> tuple[int, int, int]:

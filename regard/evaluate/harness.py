@@ -151,7 +151,7 @@ class Regard(TemplateLM):
                 raise UsageError(f"{why}; say --gen_kwargs max_gen_toks=N with a smaller N")
             room = self.max_length - most
             prompts = [self.tok_encode(requests[i].args[0])[-room:] for i in numbers]
-            more: Any = {"rows": self.rows, "max_new_tokens": most, **asked}
+            more: Any = {"rows": self.rows, "max_new_tokens": most, "beams": 1, **asked}
             results = generate(self.model, prompts, stop=stop, **more)
             for i, result in zip(numbers, results, strict=True):
                 # Decoded alone, as `hf` does: without the space that a first word may begin with.

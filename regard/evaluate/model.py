@@ -19,7 +19,8 @@ from regard.checkpoint.hf import MODULES, POOLING, widen
 from regard.data.feed import types_of
 from regard.data.read import Pictures
 from regard.data.tokens import Coder
-from regard.decode.generate import generate, special_of, tokenizer_of, told
+from regard.decode.defaults import folder_settings
+from regard.decode.generate import GREEDY, generate, special_of, tokenizer_of
 from regard.errors import DATA, RUN, Fault, UsageError, blaming, check_choice, notice
 from regard.fast.cpu import perplexity_change, prepare
 from regard.files import TRAINED, json_object
@@ -97,7 +98,7 @@ class Opened:
         with blaming(DATA):
             model = loaded(model, place, dtype, packed=True)
             self.tokenizer = tokenizer_of(model)
-            told(model)
+            folder_settings(model)
         alone, place = quantize == "none", next(model.parameters()).device
         self.model: Any = model
         self.precision = precision_of(model, dtype) if alone else quantize
@@ -129,7 +130,8 @@ class Opened:
         if plain.reads_source:
             what, source = "the plain model's answer", torch.as_tensor(given, device=place)[None]
             start = special_of(plain).start or 0
-            ids = [start, *generate(plain, [given], max_new_tokens=32)[0].ids]
+            how: Any = {"max_new_tokens": 32, **GREEDY}
+            ids = [start, *generate(plain, [given], **how)[0].ids]
         if len(ids) < 2:
             return ""
         rows = torch.tensor([ids], device=place)

@@ -25,7 +25,7 @@ from regard.data.feed import IGNORE, Batch, Batching, Feed, ImageFeed, TextFeed
 from regard.data.read import Pictures, Source, normal_of, pictures, records
 from regard.data.shards import Column
 from regard.data.tokens import Coder
-from regard.decode.generate import generate, tokenizer_of
+from regard.decode.generate import GREEDY, generate, tokenizer_of
 from regard.errors import DATA, Fault, UsageError, blaming
 from regard.evaluate import model as opening
 from regard.evaluate.model import Embedder, Opened
@@ -453,6 +453,7 @@ class Questions:
 
     def exact(self, model: Any) -> float:
         """How many of the greedy answers are the target's text."""
-        results = generate(model, self.prompts, stop=self.stop, max_new_tokens=self.most)
+        how: Any = {"stop": self.stop, "max_new_tokens": self.most, **GREEDY}
+        results = generate(model, self.prompts, **how)
         texts = [(r.text or "").strip() for r in results]
         return measuring.share(texts, [target.strip() for _, target in self.asked])

@@ -140,7 +140,7 @@ class Prepared:
         return super().logits(hidden).float()  # type: ignore[misc]
 
     def next_best(
-        self, ids: Tensor, many: int, banned: Sequence[int], **options: Any
+        self, ids: Tensor, many: int, banned: Sequence[int], left: bool, **options: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What `rows.choose` finds among the logits after the last token of each row, `many` if there are as many. A
         head in C does not even write them."""
@@ -148,9 +148,9 @@ class Prepared:
         hidden, head = last_real(model.hidden(ids, **options), None), model.head
         if isinstance(head, PackedHead) and isinstance(head.product, NativeLinear):
             many = min(many, head.product.n - len(banned))
-            return head.product.best(head.features(hidden), many, banned)
+            return head.product.best(head.features(hidden), many, banned, left)
         logits = self.logits(hidden)
-        return choose(logits, min(many, logits.shape[1] - len(banned)), banned)
+        return choose(logits, min(many, logits.shape[1] - len(banned)), banned, left)
 
     def train(self, mode: bool = True) -> Any:
         if mode:

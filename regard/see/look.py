@@ -24,7 +24,7 @@ from torch import Tensor
 from regard.attention import DSA, MLA, DeltaRule
 from regard.block import Attention, Tower
 from regard.data.read import Pictures
-from regard.decode.generate import default_length, generate, special_of
+from regard.decode.generate import GREEDY, default_length, generate, special_of
 from regard.decode.settings import Result
 from regard.errors import DATA, UsageError, blaming
 from regard.models import Patches
@@ -215,7 +215,8 @@ def _given(
         written = needed(tokenizer).encode_target(target)
     else:
         most = default_length(model, [ids or [0] * given.ids.shape[-1]])
-        written = generate(model, [ids] if ids else given.ids, max_new_tokens=most)[0].ids
+        how: Any = {"max_new_tokens": most, **GREEDY}
+        written = generate(model, [ids] if ids else given.ids, **how)[0].ids
         if not written:
             raise UsageError("the model wrote nothing; give what it should write: --target TEXT")
     written = fits(written, config, getattr(config, "target", None), "the target")

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from regard.decode.check import context_of, written
-from regard.decode.generate import settings_for, special_of
+from regard.decode.defaults import folder_settings, settings_of, special_of
 from regard.decode.settings import Request, Result
 from regard.serve import shapes
 from regard.serve.edge import Exchange, Refusal, late
@@ -56,9 +56,10 @@ class Ask:
         given = {k: v for k, v in msgspec.structs.asdict(body).items() if v is not None}
         if "stream_options" in given and not given.get("stream"):
             raise Refusal(400, "stream_options are for stream=true", "stream_options")
-        self.settings = settings_for(host.model, self.asked(given) | more)
-        longest, new = context_of(host.model), self.settings.max_new_tokens
         used = 1 if host.model.reads_source else max(map(len, prompts), default=0)
+        self.sized = settings_of(host.model, self.asked(given, more) | more)
+        self.settings = self.sized(used)
+        longest, new = context_of(host.model), self.settings.max_new_tokens
         if longest is not None and used + new > longest:
             why = f"{used} tokens of prompt and {new} new ones are more than the model's context of"
             raise Refusal(400, f"{why} {longest}; send less", field, "context_length_exceeded")
@@ -74,9 +75,15 @@ class Ask:
         self.created, self.usage = int(time.time()), {"prompt": sum(map(len, prompts)), "new": 0}
         self.cached = self.thought = 0
 
-    def asked(self, given: Data) -> Data:
-        """The engine's settings of a body's fields."""
-        limits, beams, n = self.app.limits, given.get("beams", 1), given.get("n", 1)
+    def asked(self, given: Data, more: Data) -> Data:
+        """The engine's settings of a body's fields, and `more` of them; else as the model's folder says; else one
+        answer, drawn at temperature 1."""
+        limits, folder = self.app.limits, folder_settings(self.host.model)[0]
+        n: int = given.get("n", 1)
+        single = [given.get("stream"), given.get("stop"), self.mask, more.get("top_logprobs")]
+        usual: int = 1 if any(single) or "temperature" in given else folder.get("beams", 1)
+        usual = more.pop("beams", usual)
+        beams: int = given.get("beams", usual if n <= usual else 1)
         self.n, self.copies, self.stop = n, 1, check_stop(given.get("stop", ()))
         if n > limits.n:
             raise Refusal(400, f"n is {n}; this server gives at most {limits.n} answers", "n")
@@ -98,10 +105,11 @@ class Ask:
             own = () if given.get("ignore_eos") else special_of(self.host.model).eos
             ends = [*(i for i in own if i < size), *given.get("stop_token_ids", ())]
             settings["eos"] = tuple(dict.fromkeys(ends))
+        settings["beams"], heat = beams, folder.get("temperature", 1.0)
         if beams > 1:
-            settings |= {"beams": beams, "n_best": n}
-        elif settings.setdefault("temperature", 1.0):
-            settings |= {"samples": n} if n > 1 else {}
+            settings["n_best"] = n
+        elif more.get("temperature", settings.setdefault("temperature", heat)):
+            settings["samples"] = n
         else:
             # Greedy answers are all the same: one is made, and given n times.
             self.copies = n
@@ -118,7 +126,8 @@ class Ask:
                 for i, ids in enumerate(self.prompts):
                     # As many rows of this client come before it, and its own: those of others come in between.
                     turn = (i + 1) * self.settings.rows - 1
-                    request = Request(ids, self.settings, key=i, turn=turn, **more)
+                    size = 1 if model.reads_source else len(ids)
+                    request = Request(ids, self.sized(size), key=i, turn=turn, **more)
                     if model.reads_source:
                         request.source = torch.tensor(ids, dtype=torch.long)
                         request.ids = [special_of(model).start or 0]
@@ -345,7 +354,8 @@ async def conversation(app: Models, x: Exchange, body: shapes.Chat) -> tuple[Ask
     ids = await chat_ids(app, host, body.messages, usable, given)
     longest = context_of(host.model) or len(ids) + app.limits.new_tokens
     left = max(1, longest - (1 if host.model.reads_source else len(ids)))
-    most = body.max_completion_tokens or body.max_tokens or min(app.limits.new_tokens, left)
+    usual = min(app.limits.new_tokens, folder_settings(host.model)[0].get("max_new_tokens", left))
+    most = body.max_completion_tokens or body.max_tokens or min(usual, left)
     more |= {"mask": mask, "max_new_tokens": most}
     ask = await app.worker(lambda: Ask(app, x, host, body, [ids], "messages", **more))
     return ask, [Reader(bool(usable)) for _ in range(ask.n)]

@@ -267,9 +267,9 @@ class Translation(Model):
     """POST /v1/translations: one text for each line, by beam search; `align` gives pairs (source word, target word)."""
 
     input: Texts
-    beams: Annotated[int, Meta(ge=1, le=32)] = 4
+    beams: Annotated[int, Meta(ge=1, le=32)] | None = None
     max_tokens: Count | None = None
-    length_penalty: Annotated[float, Meta(ge=-100, le=100)] = 1.0
+    length_penalty: Annotated[float, Meta(ge=-100, le=100)] | None = None
     align: bool = False
 
 

@@ -17,7 +17,7 @@ from msgspec import Raw, json
 from torch import Tensor
 
 from regard.decode.check import check_tokens, written
-from regard.decode.generate import default_length, special_of
+from regard.decode.generate import special_of, translating
 from regard.decode.settings import Result
 from regard.errors import UsageError
 from regard.evaluate.model import Classifier, Embedder, Filler, embedded, grouped
@@ -143,8 +143,9 @@ async def translations(app: Models, x: Exchange, body: shapes.Translation) -> No
     prompts = await prompts_of(app, host, full, "input") if full else []
 
     def prepare() -> Ask:
-        most = body.max_tokens or default_length(model, prompts or [[]])
-        more = {"max_new_tokens": most, "length_penalty": body.length_penalty, "temperature": 0.0}
+        given = {"max_new_tokens": body.max_tokens, "length_penalty": body.length_penalty}
+        given = {name: value for name, value in given.items() if value is not None}
+        more = translating(model, prompts, {**given, "temperature": 0.0})
         return Ask(app, x, host, body, prompts, "input", **more)
 
     ask = await app.worker(prepare)

@@ -235,7 +235,8 @@ def translations(
         part: list[Any] = [sources[i] for i in numbers]
         most = default_length(model, [[0] * NEW if isinstance(x, Tensor) else x for x in part])
         with eager(model):
-            results = generate(model, part, beams=beams, rows=rows * beams, max_new_tokens=most)
+            how: Any = {"beams": beams, "n_best": 1, "temperature": 0.0, "max_new_tokens": most}
+            results = generate(model, part, rows=rows * beams, **how)
         for i, result in zip(numbers, results, strict=True):
             hypotheses[i] = result.ids
     return hypotheses
@@ -283,7 +284,8 @@ def _continued(model: Any, ids: list[int], tokenizer: Tokenizer, between: Any) -
     if room < 1:
         return {"source": given, "text": ""}
     with eager(model):
-        (result,) = generate(model, [ids], max_new_tokens=room, temperature=TEMPERATURE)
+        how: Any = {"max_new_tokens": room, "temperature": TEMPERATURE, "beams": 1, "samples": 1}
+        (result,) = generate(model, [ids], **how)
     return {"source": given, "text": tokenizer.decode(result.ids, after=ids)}
 
 

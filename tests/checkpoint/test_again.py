@@ -8,7 +8,7 @@ import pytest
 
 import regard
 from regard.checkpoint.hf import Origin, express
-from regard.decode.generate import told
+from regard.decode.defaults import folder_settings
 from regard.errors import Notice, UsageError
 from regard.layers import MLP
 from regard.moe import MoE
@@ -153,8 +153,8 @@ def test_config_decides_about_decoding_only_without_a_generation_config(
     (folder / "config.json").write_text(json.dumps(data))
     if saved is not None:
         (folder / "generation_config.json").write_text(json.dumps(saved))
-    found = told(regard.load(folder))
+    found, _ = folder_settings(regard.load(folder))
     said = FORCED if saved is None else saved
-    assert found["forced_first"] == said.get("forced_bos_token_id")
-    assert found["forced_last"] == said.get("forced_eos_token_id")
-    assert found["banned"] == tuple(w[0] for w in said.get("bad_words_ids", []))
+    assert found.get("forced_first") == said.get("forced_bos_token_id")
+    assert found.get("forced_last") == said.get("forced_eos_token_id")
+    assert found.get("banned", ()) == tuple(w[0] for w in said.get("bad_words_ids", []))

@@ -67,12 +67,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 3}, "no setting 'logprobs'; here it is top_logprobs"),
     ({"lookup": 1000}, "lookup is 1000; give a number from 0 to 64"),
     ({"eos": 3}, "eos is 3; give a list of token ids"),
-    ({"eos": ["</s>"]}, "'</s>' is no token id; give a whole number"),
-    ({"banned": [1.5]}, "1.5 is no token id"),
-    ({"forced_first": "a"}, "'a' is no token id"),
+    ({"eos": ["</s>"]}, "'</s>' is not a token id; give a whole number"),
+    ({"banned": [1.5]}, "1.5 is not a token id"),
+    ({"forced_first": "a"}, "'a' is not a token id"),
     ({"logit_bias": {4: NAN}}, "logit_bias is {token: bias, ...}, each bias a number from -1e9"),
     ({"logit_bias": [4]}, "logit_bias is {token: bias, ...}"),
-    ({"logit_bias": {"x": 1.0}}, "'x' is no token id"),
+    ({"logit_bias": {"x": 1.0}}, "'x' is not a token id"),
     ({"temprature": 1.0}, "no setting 'temprature'; did you mean 'temperature'"),
 ]
 

@@ -139,7 +139,7 @@ def test_beams_need_the_best_logits_alone(
     monkeypatch.setattr(NativeLinear, "best", lambda *a: called.append(a) or best(*a))
     found = regard.generate(lean, sources, **how)
     assert len(called) >= 11
-    monkeypatch.setattr(NativeLinear, "best", lambda self, x, k, out: choose(self(x), k, out))
+    monkeypatch.setattr(NativeLinear, "best", lambda self, x, *how: choose(self(x), *how))
     for a, b in zip(found, regard.generate(lean, sources, **how), strict=True):
         assert a.ids == b.ids and a.score == pytest.approx(b.score, rel=1e-5)
     called.clear()

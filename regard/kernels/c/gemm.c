@@ -639,7 +639,7 @@ enum { RUN = 16 }; /* stripes whose outputs are summed as floats, by one thread:
 
 /* What linear.best packs. */
 struct top {
-    int64_t m, k, bans;
+    int64_t m, k, bans, left; /* left: the sum is of what bans leave */
     const float *x;
     const int64_t *banned;
     float *norm, *values;
@@ -722,6 +722,9 @@ int linear_best(const Linear *l, const struct top *t) {
                 for (int i = 0; left < 32 && i < 1024; i++) y[i] = -INFINITY;
                 for (int64_t i = 0; i < m; i += r.high) {
                     int64_t count = outputs(l, &r, &s, number, open, i, m, 0, y, 32, 0);
+                    for (int64_t b = 0; t->left && b < t->bans; b++)
+                        for (int64_t j = 0, at = t->banned[b] - s.at; at >= 0 && at < 32 && j < count; j++)
+                            y[32 * j + at] = -INFINITY;
                     for (int64_t j = 0; j < count; j++) offer_stripe(mine + i + j, share + i + j, y + 32 * j, s.at, left);
                 }
             }

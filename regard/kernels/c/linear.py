@@ -34,7 +34,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 HUGE, STRETCH = 2**21, 2**25  # bytes of a huge page, and of what is asked for at once
 PART = 2048  # rows of W that are packed at once, a multiple of 32
-FIXED, BEST = Struct("8q"), Struct("8q")
+FIXED, BEST = Struct("8q"), Struct("9q")
 
 
 def usable(precision: str) -> bool:
@@ -142,12 +142,14 @@ class NativeLinear(Layer):
             raise self.short(m)
         return y if out is torch.float32 else y.to(out)
 
-    def best(self, x: Tensor, k: int, banned: Sequence[int] = ()) -> tuple[Tensor, Tensor, Tensor]:
+    def best(
+        self, x: Tensor, k: int, banned: Sequence[int] = (), left: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """What `rows.choose` finds among the outputs for x (r k), which are not written."""
         x, bans, r = _readable(x), array("q", banned), len(x)
         assert not self.gated and 0 < k <= self.n - len(bans)
         norm, values, ids = x.new_empty(r), x.new_empty(r, k), torch.empty(r, k, dtype=torch.int64)
-        given = (r, k, len(bans), x.data_ptr(), bans.buffer_info()[0])
+        given = (r, k, len(bans), left, x.data_ptr(), bans.buffer_info()[0])
         found = (norm.data_ptr(), values.data_ptr(), ids.data_ptr())
         if _calls().linear_best(self.fixed, BEST.pack(*given, *found)):
             raise self.short(r)

@@ -223,13 +223,17 @@ def plain_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind:
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-def choose(logits: Tensor, k: int, banned: Sequence[int] = ()) -> tuple[Tensor, Tensor, Tensor]:
+def choose(
+    logits: Tensor, k: int, banned: Sequence[int] = (), left: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """log sum exp of each row of logits (r V), and its k largest with their ids, largest first and of equals the
-    smaller id, without the banned ids: (r), (r k), (r k).
+    smaller id, without the banned ids: (r), (r k), (r k). `left`: the sum too is of what bans leave.
 
     A row with NaN has the norm NaN and some k ids."""
     r, vocab = logits.shape
     assert 0 < k <= vocab - len(banned), f"{k} of {vocab} logits, {len(banned)} of them banned"
+    if left and banned:
+        logits = logits.index_fill(1, torch.tensor(banned, device=logits.device), -torch.inf)
     call = call_of("choose")
     if call is None or not _readable(logits) or learns(logits):
         return plain_choose(logits, k, banned)
