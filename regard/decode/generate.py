@@ -65,7 +65,8 @@ def generate(
     follow the ids of an answer, as a grammar does: see Request.
 
     An answer that fails (the model gives no numbers) is a result too: its finish is "error", `error` says why, ids and
-    text are what it had; the others are as ever, and a warning counts the failed ones."""
+    text are what it had; the others are as ever, and a warning counts the failed ones. What the model raises for every
+    prompt is raised."""
     rest = (rows, layout, invariant, draft_model, mask, defaults)
     groups = answers(model, prompts, stop, *rest, **settings)
     results = [result for group in groups for result in group]
@@ -135,9 +136,14 @@ def answers(
     sizes = [len(r.ids) + (0 if r.source is None else len(r.source)) for r in many]
     # The longest first.
     numbers = {engine.submit(many[i]): i for i in sorted(range(len(many)), key=lambda i: -sizes[i])}
+    causes: list[Exception] = []
     for event in engine.run():
         if event.done is not None:
             results[numbers[event.request]] = event.done
+            causes += [] if event.cause is None else [event.cause]
+    # Where nobody has an answer to lose, what the model raised is shown whole.
+    if causes and len(causes) == len(many):
+        raise causes[0]
     return [[job.finish(r, k, x) for k, x in enumerate(results[i])] for i, r in enumerate(many)]
 
 
@@ -168,6 +174,8 @@ def stream(
             if pieces[-1]:
                 yield pieces[-1]
         else:
+            if event.cause is not None:
+                raise event.cause
             result = job.finish(request, 0, event.done[0])
     if result.text is not None:
         rest, result.text = result.text, "".join([*pieces, result.text])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import regard
 from regard.decode import sampling
 from regard.decode.engine import Engine
 from regard.decode.settings import Result, Settings
@@ -194,3 +195,24 @@ def test_repeats_among_banned_tokens_count_once() -> None:
     plain = answers("gqa_rope", asked)
     assert answers("gqa_rope", many) == plain
     assert answers("gqa_rope", [asked[0], many[1]]) == plain
+
+
+def test_generate_raises_what_is_raised_for_every_prompt() -> None:
+    """With one good answer among them it is a warning, and the answer is given."""
+
+    class Fragile(Counted):
+        def _count(self, ids: Tensor, lengths: Any, logits: Tensor) -> Tensor:
+            if bool((ids == 7).any()):
+                raise ZeroDivisionError("no sevens")
+            return super()._count(ids, lengths, logits)
+
+    fragile = Fragile(model("gqa_rope"))
+    how: dict[str, Any] = {"max_new_tokens": 4, "banned": (7,), "eos": ()}
+    with pytest.raises(ZeroDivisionError, match="no sevens"):
+        regard.generate(fragile, [[7, 1], [7, 2]], **how)
+    with pytest.raises(ZeroDivisionError, match="no sevens"):
+        list(regard.stream(fragile, [7, 1], **how))
+    (want,) = regard.generate(fragile, [[3, 1]], **how)
+    with pytest.warns(RuntimeWarning, match="2 of 3 answers"):
+        found = regard.generate(fragile, [[7, 1], [3, 1], [7, 2]], **how)
+    assert [r.finish for r in found] == ["error", "length", "error"] and found[1].ids == want.ids
