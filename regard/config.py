@@ -181,8 +181,11 @@ def _read_union(args: tuple[Any, ...], value: Any, path: str) -> Any:
             raise UsageError(f"{path}.kind is {kind!r}; {nearest(str(kind), classes)}")
         return from_dict(classes[kind], value, path)
     if isinstance(value, str) and value in classes:
-        whole = f"kind = {value!r}" + "".join(f", {n} = ..." for n in _required(classes[value]))
-        raise UsageError(f"{path} is {value!r}, a kind without its settings; give {{{whole}}}")
+        cls, names = classes[value], [f"{n} = ..." for n in _required(classes[value])]
+        made = f"{cls.__name__}({', '.join(names).replace(' = ', '=')})"
+        table = ", ".join([f"kind = {value!r}", *names])
+        give = f"give {made}, in a TOML file {{{table}}}"
+        raise UsageError(f"{path} is {value!r}, a kind without its settings; {give}")
     rest = [a for a in args if a is not type(None) and a not in classes.values()]
     for hint in rest:
         try:

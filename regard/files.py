@@ -7,6 +7,7 @@ of this machine into what is saved and shared.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import json
 import math
@@ -28,13 +29,23 @@ JSON_BYTES, FILE_BYTES = 64 * 2**20, 256 * 2**20
 TRAINED = "trained_length"
 
 
+def nearby(path: str | Path) -> str:
+    """A hint such as `; did you mean story.toml?` where what does not exist has a neighbour of nearly its name."""
+    home = Path(path)
+    there = os.listdir(home.parent) if not home.exists() and home.parent.is_dir() else []
+    close = difflib.get_close_matches(home.name, there, n=1, cutoff=0.7)
+    return f"; did you mean {home.with_name(close[0])}?" if close else ""
+
+
 def model_folder(path: str | Path) -> Path:
     """`path` if it is a folder; else a sentence that says what to type, for a name on the Hugging Face Hub too."""
     folder, name = Path(path), str(path)
     if folder.is_dir():
         return folder
     text = f"{name} is not a folder; give the path of a model folder (with config.json and weights)"
-    if folder.parts[:1] == ("runs",) and not folder.exists():
+    if hint := nearby(folder):
+        text += hint
+    elif folder.parts[:1] == ("runs",) and not folder.exists():
         run = folder.parts[1] if folder.parts[1:] else "NAME"
         text += (
             f". A run is made by regard train {run}.toml, of a recipe by regard recipes run {run}"

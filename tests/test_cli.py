@@ -2,9 +2,11 @@
 
 import ast
 import dataclasses
+import inspect
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,7 +20,7 @@ import torch
 import regard
 from regard.cli import generate as cli_generate
 from regard.cli import shared as cli_parse
-from regard.cli.main import COMMANDS, main
+from regard.cli.main import COMMANDS, command_of, main
 from regard.evaluate import model
 from regard.fast import cpu
 from tests.text import tiny
@@ -347,3 +349,61 @@ def test_encoder_decoder_generates_from_its_source() -> None:
     done = call("generate", folder("t5"), "The dog", "--max-new-tokens", 6)
     (want,) = regard.generate(regard.load(folder("t5")), ["The dog"], max_new_tokens=6)
     assert done == Done(0, f"{want.text}\n", "")
+
+
+# --- help ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_says_each_thing_once_and_of_what_it_is(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Groups of flags have the words of their class; what is left out has no default that is called None."""
+    assert main([*name.split(), "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "None" not in out
+    options, _ = command_of(name.split()[0])
+    for f in dataclasses.fields(options):
+        if dataclasses.is_dataclass(f.default):
+            said = re.search(rf"(?m)^ {f.name} options\n *[-─]+\n +(.+)", out)
+            assert said and said[1] == inspect.getdoc(type(f.default)), f.name
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if " " in name])
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_of_a_command_of_two_words(
+    name: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name.split()[0], flag]) == main([*name.split(), flag]) == 0
+    once = capsys.readouterr().out
+    assert once[: len(once) // 2] == once[len(once) // 2 :]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "stroy.toml"],
+        ["plan", "stroy.toml"],
+        ["data", "peek", "stroy.toml"],
+        ["data", "peek", "stroy.txt", "--tokenizer", "demo"],
+        ["tokenizer", "train", "stroy.txt", "--out", "tok"],
+        ["eval", "demo", "--data", "stroy.txt"],
+        ["generate", "stroy", "hi"],
+        ["report", "stroy"],
+        ["compare", "stroy", "story"],
+        ["classify", "stroy", "story.txt"],
+        ["finetune", "stroy", "--data", "story.txt"],
+        ["finetune", "demo", "--data", "stroy.txt"],
+    ],
+    ids=" ".join,
+)
+def test_name_with_a_slip_is_told_with_its_neighbour(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("story.toml", "story.txt"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "story").mkdir()
+    assert main(words) in (2, 4)
+    (wrong,) = [word for word in words if word.startswith("stroy")]
+    assert f"did you mean {wrong.replace('stroy', 'story')}?" in capsys.readouterr().err

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from regard.cli.main import main
-from regard.learn.explain import CHAPTERS, TOPICS, Table, find
+from regard.errors import UsageError
+from regard.learn.explain import CHAPTERS, TOPICS, Table, called, find
 from regard.learn.picture import drawn, setups, sketch
 
 Said = pytest.CaptureFixture[str]
@@ -93,7 +94,7 @@ def test_matrices_may_have_one_row_and_negative_numbers(capsys: Said) -> None:
             ["sofmax"],
             "there is no topic 'sofmax'; the nearest are softmax, masks and online-softmax",
         ),
-        (["no", "such", "thing"], "there is no topic 'no'; the nearest are"),
+        (["no", "such", "thing"], "there is no topic 'no such thing'; the nearest are"),
         (
             ["softmax", "--output", "softmax"],
             "--output softmax: give a name that ends in .png, .svg",
@@ -102,7 +103,8 @@ def test_matrices_may_have_one_row_and_negative_numbers(capsys: Said) -> None:
         (["softmax", "--output", "nowhere/x.png"], "there is no folder nowhere; make it first"),
         (["--output", "x.png"], "say which topic"),
         (["softmax", "--v", "1"], "softmax has no --v; it takes --x"),
-        (["softmax", "one"], "'one' is no number"),
+        (["softmax", "1", "one"], "'one' is no number"),
+        (["softmax", "one"], "there is no topic 'softmax one'; the nearest are softmax, "),
         (["softmax", "--x"], "--x needs numbers"),
         (["softmax", "1", "--x", "2"], "say each number once"),
         (["bleu", "3"], "it takes --text"),
@@ -122,6 +124,30 @@ def test_mistake_is_one_line_and_code_two(arguments: list[str], said: str, capsy
     assert main(["explain", *arguments]) == 2
     out, err = capsys.readouterr()
     assert not out and said.removeprefix("it ") in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("more", ["", "mechanism", "of the model", "gone astray"])
+def test_words_without_quotes_are_the_words_in_quotes(more: str) -> None:
+    """Of every word for a topic, whatever follows: the same topic, or the same sentence."""
+
+    def found(*said: str) -> str:
+        try:
+            return called(said[0], said[1:], {})[0].name
+        except UsageError as error:
+            return str(error)
+
+    words = [
+        n
+        for topics in CHAPTERS.values()
+        for ts in topics.items()
+        for n in (ts[0], *ts[1].split(","))
+    ]
+    assert len(words) > 200
+    # Where there is no such topic the nearest are looked for, which takes a while.
+    for each in words if more in ("", "mechanism") else words[::20]:
+        quoted = f"{each} {more}".strip()
+        assert found(*quoted.split()) == found(quoted), quoted
+        assert "is no number" not in found(*quoted.split())
 
 
 def test_words_may_stand_without_quotes(capsys: Said) -> None:

@@ -405,6 +405,7 @@ def test_help_all_has_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     table = {line.split()[0]: line for line in lines[1:] if line}
     assert {row[0] for row in keys(Config)} < table.keys()
     assert {"tokenizer.vocab", "model.preset", "train.parallel.mode"} < table.keys()
+    assert all(line.count(mark) % 2 == 0 for line in lines for mark in ('"', "`")), "an open quote"
     lr = re.split("  +", table["train.optim.lr"])
     assert lr == ["train.optim.lr", "number, more than 0", "0.001", "the peak learning rate"]
 

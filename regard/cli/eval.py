@@ -260,9 +260,9 @@ class AnswerOptions:
     question: cli.Text = None  # what is asked
     # the text that has the answer; stdin if left out or -; a long one is read in windows
     context: cli.Text = None
-    longest: int = 30  # tokens of an answer at most
     # one JSON object: answer, start, end (characters of the context), score; null where it has none
     json: cli.Switch = False
+    longest: int = 30  # tokens of an answer at most
     machine: cli.Machine = cli.Machine()
 
 

@@ -171,6 +171,8 @@ def dispatch(arguments: list[str]) -> int:
         raise UsageError(f"there is no {what} {name!r}; {nearest(name, WORDS)}")
     called = name
     if word := WORDS[name]:
+        if rest[:1] in (["-h"], ["--help"]):
+            rest = [word, "--help"]
         if rest[:1] != [word]:
             raise UsageError(f"say regard {name} {word}; see regard {name} {word} --help")
         called, rest = f"{name} {word}", rest[1:]

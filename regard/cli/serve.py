@@ -16,6 +16,7 @@ from regard.cli import shared as cli
 from regard.errors import UsageError
 
 GIB = 2**30
+GiB = Annotated[float | None, arg(metavar="GIB")]
 Models = Annotated[Positional[tuple[str, ...]], arg(metavar="MODEL ...")]
 
 
@@ -37,9 +38,9 @@ class Options:
     new_key: cli.Text = None  # make a key of this name in --keys, print it, and end
     admin: cli.Switch = False  # of --new-key: it may load and unload models
     also: cli.Pairs = ()  # models that can be loaded later: POST /admin/load {"model": NAME}
-    memory: float | None = None  # GiB for all models together
+    memory: GiB = None  # GiB for all models together
     # GiB for the cache of each model; default: 1, on a GPU 0.9 of what is free
-    cache_memory: float | None = None
+    cache_memory: GiB = None
     rows: int = 64  # answers that are written together
     queue: int = 256  # requests of a model that run and wait; more are told to come back
     queue_tokens: int = 1 << 21  # tokens of their prompts

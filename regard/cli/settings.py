@@ -52,7 +52,7 @@ def keys(cls: Any, where: str = "") -> Iterator[Row]:
         if dataclasses.is_dataclass(hints[name]):
             yield from keys(hints[name], f"{where}{name}.")
         elif (where, name) not in (("", "model"), ("", "tokenizer")):
-            yield (f"{where}{name}", *(word.strip("`") for word in words))  # type: ignore[misc]
+            yield (f"{where}{name}", *(word.replace("`", "") for word in words))  # type: ignore[misc]
 
 
 def sizes_of(config: Any) -> list[str]:

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal, TypeVar
 import tyro
 from tyro.conf import Positional, UseAppendAction, arg
 
-from regard.errors import DATA, Fault, UsageError, blaming
+from regard.errors import DATA, Fault, UsageError, blaming, nearest
+from regard.files import nearby
 from regard.see.format import aligned
 
 if TYPE_CHECKING:
@@ -147,7 +148,9 @@ def parse(cls: type[T], name: str, arguments: list[str]) -> T | None:
             raise UsageError(one_line(err.getvalue())) from None
     head, *examples = inspect.cleandoc(cls.__doc__ or "").splitlines()
     print("\n".join([head, *(f"  {line}" if line else "" for line in examples)]).rstrip())
-    print("\n".join(["", *(line.rstrip() for line in out.getvalue().strip().splitlines())]))
+    # What is left out has no value; its text says what happens then.
+    text = re.sub(r"\s*\(default: +None\)|\s*\(default:\s+None\)", "", out.getvalue().strip())
+    print("\n".join(["", *(line.rstrip() for line in text.splitlines())]))
     return None
 
 
@@ -179,6 +182,10 @@ def one_line(box: str) -> str:
     rules = [i for i, line in enumerate(lines) if line and not line.strip("-─")]
     inside = lines[rules[0] + 1 : rules[1]] if len(rules) > 1 else lines
     text = re.sub(r" +", " ", " ".join(inside)).strip().removesuffix(".")
+    choice = re.match(r"invalid choice '(.*)' for argument '(\S+)'. Expected one of \((.*)\)", text)
+    if choice is not None:
+        known = re.findall(r"'([^']*)'", choice[3])
+        return f"{choice[2].rpartition('/')[2]} is {choice[1]!r}; {nearest(choice[1], known)}"
     wrong = re.match(r"Error parsing (\S+): .*?\b(int|float|INT|FLOAT)\b.*'(.*)'", text)
     if wrong is None:
         return text
@@ -274,7 +281,8 @@ def open_file(path: str) -> Iterator[tuple[BinaryIO, str]]:
 def check_file(path: str) -> None:
     """A name that is wrong is told before the model is read."""
     if path != "-" and not Path(path).exists():
-        raise Fault(f"{path} does not exist; give a file, or - for stdin", DATA)
+        how = nearby(path) or "; give a file, or - for stdin"
+        raise Fault(f"{path} does not exist{how}", DATA)
 
 
 def is_typed(path: str) -> bool:

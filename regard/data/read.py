@@ -32,6 +32,7 @@ import numpy as np
 
 from regard.config import Count, settings
 from regard.errors import DATA, ENVIRONMENT, Fault, UsageError, check_choice, nearest, notice
+from regard.files import nearby
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,7 +104,8 @@ def matching_files(names: Sequence[str]) -> list[Path]:
     for name in names:
         matches = sorted(glob.glob(name)) if not Path(name).exists() else [name]
         if not matches:
-            raise DataError(f"{name} does not exist; give the path of a data file")
+            how = nearby(name) or "; give the path of a data file"
+            raise DataError(f"{name} does not exist{how}")
         paths += map(Path, matches)
     return paths
 

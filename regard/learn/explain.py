@@ -205,17 +205,27 @@ def _covering(said: list[str]) -> str | None:
     return names().get(best)
 
 
+def _divided(said: list[str]) -> tuple[list[str], tuple[str, ...]]:
+    """The words of a topic, and the numbers that follow: behind the last word, but for numbers that a
+    topic has in its name. What stands among numbers is one that is wrong."""
+    is_number = [re.match(r"[-+.]*\d[-+.e\d; ]*$", word) is not None for word in said]
+    last = max((i for i, yes in enumerate(is_number) if not yes), default=0) + 1
+    if any(is_number[1:last]) and _covering(_words(" ".join(said[:last]))) is None:
+        last = is_number.index(True, 1)
+    exact = (
+        n for n in range(len(said), last, -1) if "".join(_words(" ".join(said[:n]))) in names()
+    )
+    last = next(exact, last)
+    return said[:last], tuple(said[last:])
+
+
 def called(
     name: str, numbers: tuple[str, ...], given: dict[str, Any]
 ) -> tuple[Topic, dict[str, Any]]:
     """The topic and its values. A name of several words need not be quoted; numbers after it are
     for the first input."""
-    for count in range(len(numbers), 0, -1):
-        longer = "".join(_words(" ".join([name, *numbers[:count]])))
-        if longer in names() and longer != "".join(_words(name)):
-            name, numbers = longer, numbers[count:]
-            break
-    topic = find(name)
+    words, numbers = _divided([name, *numbers])
+    topic = find(" ".join(words))
     if numbers:
         first = next(iter(topic.inputs))
         if first in given or isinstance(topic.inputs[first], str):

@@ -17,6 +17,7 @@ import torch
 from regard.checkpoint import load
 from regard.decode.generate import tokenizer_of
 from regard.errors import UsageError
+from regard.files import nearby
 from regard.machine import size
 from regard.report.page import Block, Figure, Point, Series, bars, heat, lines
 from regard.see.format import aligned, clip, number, short, span, strict, visible
@@ -130,7 +131,8 @@ def read(folder: str | Path) -> Run:
     """The run in a folder; what is missing or damaged is an Unreadable of one sentence."""
     home, notes = Path(folder), list[str]()
     if not home.is_dir():
-        raise Unreadable(f"{home} is not a folder; give the folder of a run, such as runs/story")
+        how = nearby(home) or "; give the folder of a run, such as runs/story"
+        raise Unreadable(f"{home} is not a folder{how}")
     if not (home / "run.json").is_file():
         raise Unreadable(f"{home} has no run.json, so it is not the folder of a run")
     info = _info(home / "run.json")
@@ -448,7 +450,7 @@ def curves(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Figure]:
 
 def _figure(title: str, unit: str, series: Sequence[Series], log: bool) -> Figure | None:
     """A picture of curves, with `log` on both axes, and about ten of their points as a table; none
-    where no curve has points."""
+    where all points are of one step, which tables tell better."""
     rows: list[tuple[object, ...]] = []
     values, ends, many = [], [], len(series) > 1
     for each in series:
@@ -460,7 +462,7 @@ def _figure(title: str, unit: str, series: Sequence[Series], log: bool) -> Figur
         values.append((each.name, [y for _, y in points]))
         (first, begin), (last, end) = shown[0], shown[-1]
         ends.append(f"{each.name} {begin} at step {first}, {end} at {last}")
-    if not rows:
+    if len({x for each in series for x, y in each.points if math.isfinite(y)}) < 2:
         return None
     head = ("curve", "step", unit) if many else ("step", unit)
     table = Block("table", head=head, rows=rows, folded="as a table")

@@ -85,6 +85,13 @@ class Probe:
         # Runs of queries of a sparse call.
         self._waiting: dict[str, list[tuple[Kinds, Tensor]]] = {}
 
+    def __repr__(self) -> str:
+        asked = {"layers": self.layers, "heads": self.heads, "rows": self.rows}
+        said = [f"{n}={sorted(x, key=str)}" for n, x in asked.items() if x is not None]
+        said.append(f"what={', '.join(self.what)}")
+        many = ", ".join(self.sizes) or "nothing"
+        return f"Probe({', '.join(said)}): saw {many}"
+
     def at(self, site: str) -> Recorder | None:
         """The recorder for a place, or None if its layer is not wanted."""
         if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:

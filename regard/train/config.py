@@ -24,6 +24,7 @@ from regard.data.corrupt import Corrupted, Marks, Noise
 from regard.data.feed import Feed, Objective
 from regard.data.train_tokenizer import Recipe
 from regard.errors import DATA, VERSION, Fault, UsageError, check_choice, nearest, notice
+from regard.files import nearby
 from regard.layers import LMHead
 from regard.models import Model
 from regard.models.adapt import LoRA, body_linears, chooses, inject, quantize
@@ -214,7 +215,7 @@ def read(path: Path, changes: Mapping[str, str] | None = None) -> Config:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+        raise UsageError(f"{path} cannot be read: {error.strerror}{nearby(path)}") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path} is not UTF-8 text") from None
     except tomllib.TOMLDecodeError as error:

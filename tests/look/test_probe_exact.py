@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import regard
 from regard.attention import DSA, GQA, MLA, Context, attend
 from regard.attention import sparse as select
 from regard.attention.core import Terms
@@ -263,3 +264,12 @@ def test_probe_of_a_place_by_its_name_alone() -> None:
     assert list(probe.maps) == ["1.self"]
     with pytest.raises(UsageError, match="no layer '2.self'; this model has 0.self, 1.self"):
         _ = wrong.maps
+
+
+def test_probe_says_what_it_looks_for_and_what_it_saw() -> None:
+    probe = Probe(layers=[1], rows=[-1])
+    assert repr(probe) == "Probe(layers=[1], rows=[-1], what=weight): saw nothing"
+    regard.build("gpt2", layers=2, dim=8, heads=2, vocab=9, max_len=8)(
+        torch.ones(1, 3).long(), probe=probe
+    )
+    assert repr(probe).endswith("saw 1.self")

@@ -236,6 +236,20 @@ def test_log_axis_is_a_switch_and_on_where_values_span_much(tmp_path: Path) -> N
         assert 'type="checkbox"' not in page.split("<figure")[2]  # the learning rate
 
 
+def test_one_point_is_told_and_not_drawn(tmp_path: Path) -> None:
+    """Of an evaluation at one step there is a row in the table, and no picture with a dot on an empty axis."""
+    told = events(300)
+    last = max(e["step"] for e in told if e["kind"] == "evaluation")
+    once = [e for e in told if e["kind"] != "evaluation" or e["step"] == last]
+    drawn = {}
+    for name, some in (("all", told), ("once", once)):
+        run = read(make(tmp_path / name, some))
+        page = as_html("x", report(run))
+        drawn[name] = set(re.findall(r"<strong>([^<]*), in evaluations", page))
+        assert number(run.evaluations[-1][run.metrics[-1]]) in page
+    assert drawn["all"] and not drawn["once"]
+
+
 def test_samples_stand_side_by_side_with_what_was_wanted(tmp_path: Path) -> None:
     texts = [
         {"step": k, "source": "صباح الخير", "text": text, "reference": "good morning"}
