@@ -3,12 +3,10 @@ library's numbers."""
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from drawing import grids, picture, series, steps
 
-from regard.kernels.linear import GROUP, Int4, pack
+from regard.kernels.linear import GROUP, Int4
 from regard.layers import ACTIVATIONS, Norm
 from regard.learn.explain import real
 from regard.learn.mechanisms import batch_norm as norm_topic
@@ -170,7 +168,7 @@ def quantisation() -> str:
     groups = [torch.cat([real((-1.0, 1.0)), inner[i::10]]).float() for i in range(10)]  # one range
     four = torch.empty(len(inner))
     for i, group in enumerate(groups):
-        four[i::10] = cast(Int4, pack(group[None], None, "int4")).dense()[2:, 0].float()
+        four[i::10] = Int4(group[None], None).dense()[2:, 0].float()
     curves = [
         series(name, inner.tolist(), y.tolist()) for name, y in (("w", inner), ("int4", four))
     ]

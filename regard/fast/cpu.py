@@ -37,7 +37,7 @@ from regard.kernels.c import native
 from regard.kernels.c.linear import ACTIVATIONS, NativeLinear, usable
 from regard.kernels.c.rows import attend_one, choose, enter, norm
 from regard.kernels.c.tape import Tape
-from regard.kernels.linear import PRECISIONS, half_is_fast, pack
+from regard.kernels.linear import PRECISIONS, half_is_fast, pack, possible
 from regard.layers import FeedForward, LMHead, RMSNorm, times
 from regard.mask import Causal, Span, Visible
 from regard.models import Model
@@ -339,7 +339,8 @@ class Native(Join):
     """Every part in C code that has one."""
 
     def linear(self, *linears: Any, act: str = "", gated: bool = False) -> nn.Module:
-        made = NativeLinear(*stacked(linears), self.precision, act=act, gated=gated)
+        weight, bias = stacked(linears)
+        made = NativeLinear(weight, bias, possible(self.precision, weight), act=act, gated=gated)
         self.give_up(linears)
         return made
 

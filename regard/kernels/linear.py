@@ -2,9 +2,9 @@
 
     python bench/linear.py      times them against F.linear
 
-Where the C code multiplies such numbers, it does (`NativeLinear`); elsewhere the plain form is F.linear, on weights
-turned back from 8 or 4 bits at each call. Everything that torch calls private is in this file. A layer takes x of any
-dtype and returns `out`, or else the dtype of x.
+Where the C code multiplies such numbers, it does (`NativeLinear`); elsewhere the plain form is F.linear on the same
+numbers, W brought back from 8 or 4 bits at each call. Everything that torch calls private is in this file. A layer
+takes x of any dtype and returns `out`, or else the dtype of x.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.kernels.c import native
-from regard.kernels.c.linear import Layer, NativeLinear, usable
+from regard.kernels.c.linear import GROUP, Layer, NativeLinear, fours, usable
 
 PRECISIONS = ("fp32", "bf16", "int8", "int4")
-DENSE = 40  # rows above which a 4-bit W is better turned back first
-GROUP = 32  # inputs that share a scale in 4 bits
+TILE = 64  # inputs that are turned together, and share a scale in 8 bits
 # Where oneDNN lacks a product, torch says so once with twenty lines of C++ frames, and goes on without it.
 warnings.filterwarnings("ignore", message=".*failed, switching to (baddbmm|BLAS gemm)")
 
@@ -32,18 +31,20 @@ warnings.filterwarnings("ignore", message=".*failed, switching to (baddbmm|BLAS 
 def pack(
     weight: Tensor, bias: Tensor | None, precision: str, out: torch.dtype | None = None
 ) -> Layer:
-    """A layer for W (n k) and b (n), fast at any number of rows. The plain form does not copy a W that stays as it is.
-    4 bits need groups of inputs: what they do not divide has 8."""
+    """A layer for W (n k) and b (n), fast at any number of rows. The plain form does not copy a W that stays so."""
     assert precision in PRECISIONS, precision
-    if precision == "int4" and weight.shape[1] % GROUP == 0:
-        return Int4(weight, bias, out)
-    precision = "int8" if precision == "int4" else precision
+    precision = possible(precision, weight)
     if weight.is_cpu and usable(precision):
         return NativeLinear(weight, bias, precision, out=out)
-    if precision == "int8":
-        return Int8(weight, bias, out)
+    if precision in ("int8", "int4"):
+        return (Int8 if precision == "int8" else Int4)(weight, bias, out)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     return Plain(weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype), out)
+
+
+def possible(precision: str, weight: Tensor) -> str:
+    """4 bits need groups of inputs: a W that they do not divide has 8."""
+    return "int8" if precision == "int4" and weight.shape[1] % GROUP else precision
 
 
 class Plain(Layer):
@@ -57,18 +58,46 @@ class Plain(Layer):
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias).to(self.out or x.dtype)
 
 
+@functools.cache
+def _signs(device: torch.device) -> Tensor:
+    """Kept on the device: nothing is copied there while a graph is recorded."""
+    return torch.tensor([1.0 - 2.0 * (0x9B6D15E34C3A7F08 >> i & 1) for i in range(TILE)]).to(device)
+
+
+def turned(x: Tensor) -> Tensor:
+    """(... k) -> (... k/64 64): each TILE of inputs by an orthogonal transform, times 8. Pairs are added and
+    subtracted, then pairs of pairs, after some signs are changed: a few large numbers are spread over all 64."""
+    x = F.pad(x, (0, -x.shape[-1] % TILE)).unflatten(-1, (-1, TILE)) * _signs(x.device)
+    for step in (1, 2, 4, 8, 16, 32):
+        a, b = x.unflatten(-1, (-1, 2, step)).unbind(-2)
+        x = torch.stack([a + b, a - b], -2).flatten(-3)
+    return x
+
+
 class Int8(Layer):
-    """W in int8, one scale for each output, turned back at each call; x stays exact."""
+    """W and x in int8, turned, with a scale for each 64 inputs: y = sum over tiles of (q_x . q_w) s_x s_w / 64. Scales
+    of W are bf16, rounded up."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, out: torch.dtype | None = None):
         super().__init__()
-        w = weight.detach().float()
-        self.scale = w.abs().amax(1).clamp(min=1e-12) / 127
-        self.q = (w / self.scale[:, None]).round().to(torch.int8)
-        self.out, self.bias = out, w.new_zeros(len(w)) if bias is None else bias.detach().float()
+        h = turned(weight.detach().float())
+        scale = (h.abs().amax(-1, keepdim=True) * (1 / 127)).clamp(min=1e-30)
+        wide = scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
+        self.scale = wide.bfloat16()  # n k/64 1
+        self.q = (h * (1 / wide)).round_().to(torch.int8)
+        self.out, self.bias = out, None if bias is None else bias.detach().float()
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """x as the product sees it, turned."""
+        h = turned(x.float())
+        most = h.abs().amax(-1, keepdim=True)
+        back = torch.where(most > 1e-30, 127 / most, 0.0)
+        return ((h * back).round_() * (most * (1 / 127 / TILE))).flatten(-2)
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.q.to(x.dtype)) * self.scale + self.bias
+        w = (self.q.to(x.dtype) * self.scale.to(x.dtype)).flatten(1)
+        y = F.linear(self.rounded(x).to(x.dtype), w)
+        y = y if self.bias is None else y + self.bias
         return y.to(self.out or x.dtype)
 
 
@@ -119,64 +148,43 @@ def is_fast(dtype: torch.dtype) -> bool:
 
 class Int4(Layer):
     """W in 4 bits, w = (q - 8) scale + zero with a bf16 scale and zero for each output and GROUP of inputs (5 bits a
-    weight in all); x in bf16.
+    weight in all), turned back at each call; x stays as it is (in bf16 where that is multiplied).
 
-    Bytes lie as torch's AVX-512 kernel reads them: (n/64, k, 32), low halves for 32 outputs, high halves for the next
-    32. The kernel is for few rows; for more, and where it is missing, W is turned back (`dense`)."""
+    Bytes lie (n/64, k, 32), low halves for 32 outputs, high halves for the next 32."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, out: torch.dtype | None):
+    def __init__(self, weight: Tensor, bias: Tensor | None, out: torch.dtype | None = None):
         super().__init__()
         self.n, self.k = weight.shape
-        w = F.pad(weight.detach().float(), (0, 0, 0, -self.n % 64)).unflatten(1, (-1, GROUP))
-        low, high = w.aminmax(dim=-1)  # N k/group
-        scale = ((high - low) / 15).clamp(min=1e-8).bfloat16()
-        zero = (low + 8 * scale).bfloat16()
-        q = ((w - zero[..., None]) / scale[..., None]).round_().add_(8).clamp_(0, 15)
-        self.q = nibbles(q.flatten(1).to(torch.uint8))
-        self.scales = torch.stack([scale, zero], -1).transpose(0, 1).contiguous()  # k/group N 2
-        self.out, self.bias = out, None if bias is None else bias.detach().bfloat16()
-        self.fast = w.is_cpu and reads_nibbles()
+        q, scales = fours(F.pad(weight.detach(), (0, 0, 0, -self.n % 64)))
+        self.q = nibbles(q)
+        self.scales = scales.transpose(0, 1).contiguous()  # k/group N 2
+        self.out, self.bias = out, None if bias is None else bias.detach().float()
 
-    def dense(self) -> Tensor:
-        """W^T (k N) in bf16."""
-        return unpacked(self.q, self.scales)
+    def dense(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """W^T (k N)."""
+        return unpacked(self.q, self.scales, dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
-        flat = x.to(torch.bfloat16).reshape(-1, self.k).contiguous()
-        if self.fast and flat.shape[0] <= DENSE:
-            q = self.q.view(-1, self.k // 2)
-            y = torch.ops.aten._weight_int4pack_mm_for_cpu(flat, q, GROUP, self.scales)
-        else:
-            y = flat @ self.dense()
-        y = y[:, : self.n].view(*x.shape[:-1], self.n)
+        half = not self.q.is_cpu or half_is_fast()
+        dtype = torch.bfloat16 if half else torch.float32
+        y = (x.to(dtype) @ self.dense(dtype))[..., : self.n]
         y = y if self.bias is None else y + self.bias
         return y.to(self.out or x.dtype)
 
 
-def unpacked(q: Tensor, scales: Tensor) -> Tensor:
-    """W^T (k N) in bf16, of the bytes and scales of an `Int4`."""
-    if q.is_cuda and not torch.compiler.is_compiling():
+def unpacked(q: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """W^T (k N), of the bytes and scales of an `Int4`."""
+    if q.is_cuda and dtype == torch.bfloat16 and not torch.compiler.is_compiling():
         from regard.kernels.triton import int4  # slow to import
 
         return int4.unpacked(q, scales)
     w = torch.cat([q & 15, q >> 4], -1).view(torch.int8).sub_(8)  # N/64 k 64
     w = w.transpose(0, 1).reshape(-1, GROUP, len(q) * 64)  # k/group group N
-    scale, zero = (s.to(torch.bfloat16).contiguous() for s in scales[:, None].unbind(-1))
-    return torch.addcmul(zero, w.to(torch.bfloat16), scale).flatten(0, 1)
+    scale, zero = (s.to(dtype).contiguous() for s in scales[:, None].unbind(-1))
+    return torch.addcmul(zero, w.to(dtype), scale).flatten(0, 1)
 
 
 def nibbles(q: Tensor) -> Tensor:
     """q (N k) of 0..15, N a multiple of 64 -> (N/64, k, 32) bytes."""
     low, high = q.view(-1, 2, 32, q.shape[1]).unbind(1)
     return (low | high << 4).transpose(1, 2).contiguous()
-
-
-@functools.cache
-def reads_nibbles() -> bool:
-    """Whether torch's 4-bit kernel is here and its packing is ours (AVX-512; AVX2 has another)."""
-    try:
-        q = torch.arange(64 * 32).view(64, 32) * 7 % 16
-        theirs = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1)
-        return torch.equal(theirs.view(-1), nibbles(q.to(torch.uint8)).view(-1))
-    except (AttributeError, RuntimeError):
-        return False

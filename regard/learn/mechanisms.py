@@ -34,7 +34,7 @@ from regard.data.train_tokenizer import Recipe, train_tokenizer
 from regard.decode.sampling import beam_search, greedy, min_p, top_k, top_p
 from regard.decode.speculate import Index
 from regard.errors import Notice, UsageError
-from regard.kernels.linear import GROUP, Int4, pack
+from regard.kernels.linear import GROUP, TILE, Int4, pack
 from regard.layers import ACTIVATIONS, LM, MLP, Norm
 from regard.learn.explain import (
     Matrix,
@@ -803,18 +803,19 @@ def lora(rank: Numbers = (1.0, 4.0, 8.0, 64.0), dim: int = 768, alpha: float = 1
 def quantisation(x: Numbers = (0.02, -0.75, 0.31, 1.4, -0.9, 0.004)) -> Tables:
     """What is lost when weights are held in 8 or 4 bits?
 
-    int8: w ~ q s, s = max|w| / 127 of each output;   int4: w ~ (q - 8) s + z, s = (max - min) / 15 of 32 inputs
+    int8: H w ~ q s, s = max|H w| / 127 of 64 inputs, H orthogonal
+    int4: w ~ (q - 8) s + z, s = (max - min) / 15 of 32 inputs
     fp8 (e4m3): w ~ q s, s = max|w| / 448, three bits after the point. Shown: what comes back."""
     row = torch.tensor(x)[None]
     # The last weight again, which changes no range.
     wide = F.pad(row, (0, -len(x) % GROUP), value=float(row[0, -1]))
     eight = pack(row, None, "int8")(torch.eye(len(x)))[:, 0]
-    four = cast(Int4, pack(wide, None, "int4")).dense()[: len(x), 0].float()
+    four = Int4(wide, None).dense()[: len(x), 0].float()
     q, scale = to_fp8(row)
     eighth = (q.float() * scale)[0]
     rows = [*zip(x, eight.tolist(), four.tolist(), eighth.tolist())]
     worst = ["worst error", *(float((row[0] - y).abs().max()) for y in (eight, four, eighth))]
-    bits = ["bits a weight", "8", f"{4 + 32 / GROUP:g}", "8"]
+    bits = ["bits a weight", f"{8 + 16 / TILE:g}", f"{4 + 32 / GROUP:g}", "8"]
     yield Table("one output's weights", ["w", "int8", "int4", "fp8"], [*rows, worst, bits], "lines")
 
 

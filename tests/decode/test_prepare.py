@@ -303,7 +303,6 @@ def test_prepared_model_runs_on_a_machine_without_the_ops(
     for module in (linear, prepared):
         monkeypatch.setattr(module, "usable", lambda precision: False)
     monkeypatch.setattr(prepared, "half_is_fast", lambda: precision == "bf16")
-    monkeypatch.setattr(linear, "reads_nibbles", lambda: False)
     model, x = small("gqa_rope"), ids(2, 9)
     fast = prepare(model, precision)
     assert error(feed(fast, x, fast.cache(2), [4, 1, 4]), model(x)) < BOUND[precision]

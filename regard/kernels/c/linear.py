@@ -1,10 +1,11 @@
-"""Linear layers in native code: y = act(x W^T + b) + add, W packed once in 32, 16 or 8 bits.
+"""Linear layers in native code: y = act(x W^T + b) + add, W packed once in 32, 16, 8 or 4 bits.
 
     python bench/linear.py      times them against torch's
 
 `plain` says what is computed. Few rows stream W as fast as memory gives it; one packing serves any number of rows. x
-and y are float32: bf16, which not every CPU multiplies, rounds x to bf16; int8 rounds each row of x by its own largest
-number; sums are float32 and int32.
+and y are float32: bf16, which not every CPU multiplies, rounds x to bf16; int8 rounds 64 inputs of x by their own
+scale, as `Int8` in regard/kernels/linear.py does; int4 leaves x as it is (on a CPU that multiplies bf16, rounds it to
+that).
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from torch import Tensor, nn
 from regard.kernels.c.native import library
 from regard.kernels.c.tape import RECORDING, kept
 
-KINDS = {"fp32": 0, "bf16": 1, "int8": 2}
+KINDS = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3}
+GROUP = 32  # inputs that share a scale in 4 bits
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "": lambda x: x,
     "relu": F.relu,
@@ -34,7 +36,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 HUGE, STRETCH = 2**21, 2**25  # bytes of a huge page, and of what is asked for at once
 PART = 2048  # rows of W that are packed at once, a multiple of 32
-FIXED, BEST = Struct("8q"), Struct("9q")
+FIXED, BEST = Struct("7q"), Struct("9q")
 
 
 def usable(precision: str) -> bool:
@@ -53,6 +55,16 @@ def plain(
     return y if add is None else y + add
 
 
+def fours(w: Tensor) -> tuple[Tensor, Tensor]:
+    """W (n k) in 4 bits: w = (q - 8) scale + zero, q (n k), scale and zero (n k/GROUP 2) in bf16."""
+    w = w.detach().float().unflatten(1, (-1, GROUP))
+    low, high = w.aminmax(dim=-1)
+    scale = ((high - low) / 15).clamp(min=1e-8).bfloat16()
+    zero = (low + 8 * scale).bfloat16()
+    q = ((w - zero[..., None]) / scale[..., None]).round_().add_(8).clamp_(0, 15)
+    return q.flatten(1).to(torch.uint8), torch.stack([scale, zero], -1)
+
+
 @functools.cache
 def _calls() -> Any:
     found = library()
@@ -60,6 +72,8 @@ def _calls() -> Any:
     whole = ctypes.c_int64
     found.linear_bytes.argtypes, found.linear_bytes.restype = [whole] * 4, whole
     found.linear_pack.argtypes, found.linear_pack.restype = [ctypes.c_char_p, *[whole] * 3], None
+    found.linear_pack_fours.argtypes = [ctypes.c_char_p, *[whole] * 4]
+    found.linear_pack_fours.restype = None
     found.linear_room.argtypes, found.linear_room.restype = [whole, whole], None
     found.linear.argtypes, found.linear.restype = [ctypes.c_char_p, *[whole] * 4], ctypes.c_int
     found.linear_best.argtypes, found.linear_best.restype = [ctypes.c_char_p] * 2, ctypes.c_int
@@ -110,10 +124,10 @@ class NativeLinear(Layer):
         n, self.k = weight.shape
         self.n, self.gated, self.precision, self.out = n // 2 if gated else n, gated, precision, out
         self.bias = None if bias is None else bias.detach().float().contiguous()
-        self.scale = torch.empty(n) if precision == "int8" else None
+        assert precision != "int4" or self.k % GROUP == 0
         kind, calls = KINDS[precision], _calls()
         self.weight = ROOM.take(calls.linear_bytes(kind, n, self.k, gated))
-        pointers = (0 if x is None else x.data_ptr() for x in (self.weight, self.scale, self.bias))
+        pointers = (0 if x is None else x.data_ptr() for x in (self.weight, self.bias))
         act_number = list(ACTIVATIONS).index(act)
         self.fixed = FIXED.pack(kind, n, self.k, gated, act_number, *pointers)
         self.pack(weight.detach())
@@ -124,11 +138,12 @@ class NativeLinear(Layer):
         each = len(weight) if self.gated else PART
         for first in range(0, len(weight), each):
             part = weight[first : first + each].float().contiguous()
-            if self.scale is not None:
-                low, high = part.aminmax(dim=1)
-                scale = torch.maximum(high, low.neg_()).div_(127).clamp_(min=1e-30)
-                self.scale[first : first + each] = scale
-            _calls().linear_pack(self.fixed, part.data_ptr(), first, len(part))
+            if self.precision == "int4":
+                q, scales = fours(part)
+                where = (q.data_ptr(), scales.data_ptr())
+                _calls().linear_pack_fours(self.fixed, *where, first, len(part))
+            else:
+                _calls().linear_pack(self.fixed, part.data_ptr(), first, len(part))
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         out, x = self.out or x.dtype, _readable(x)
