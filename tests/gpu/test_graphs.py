@@ -392,7 +392,7 @@ def agree(model: regard.Model, asked: list[Request], rows: int) -> None:
     """Eager, recorded and replayed, answers are those of the plain engine in float64, but for one at most; and each
     log probability is what the plain model gives for the very text."""
     plain: Any = copy.deepcopy(model).double()
-    want = served(Engine(plain, runner="torch", rows=64), asked)
+    want = served(Engine(plain, runner="torch", rows=64, memory=1 << 30), asked)
     for _ in range(3):
         answers = answer(model, asked, rows)
         assert sum(a.ids != b.ids for a, b in zip(answers, want, strict=True)) <= 1

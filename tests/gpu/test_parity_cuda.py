@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import regard
-from regard import parity as module
 from regard.models import Model
-from regard.parity import Check, Runner, parity, sample
+from regard.parity import Check, Runner, parity, runs, sample
 from tests.look.zoo import CLEAN, MODELS, random_model, stirred
 
 pytestmark = pytest.mark.skipif(
@@ -56,5 +55,5 @@ def test_weight_that_changed_on_its_way_to_the_gpu_is_found(
             next(p for n, p in twin.named_parameters() if "wv" in n).mul_(1.01)
         return Runner(twin, given).alone()
 
-    monkeypatch.setattr(module, "on_gpu", spoilt)
+    monkeypatch.setattr(runs, "on_gpu", spoilt)
     assert checked(small(next(iter(MODELS)))).verdict == "bug"

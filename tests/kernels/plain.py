@@ -47,7 +47,7 @@ def largest_gap(engine: Engine, texts: Sequence[list[int]], steps: int) -> float
     itself."""
     assert engine.slots is not None
     runner, seen = engine.slots.runner, {}
-    runner.graph = False
+    runner.records = False
     logits_of, read = runner.fast.logits, runner.read
     rows: list[int] = list(range(len(texts)))
 
