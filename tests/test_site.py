@@ -4,6 +4,8 @@ import importlib.util
 import json
 import posixpath
 import re
+import shutil
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -93,11 +95,58 @@ def test_search_has_every_heading(site: Path) -> None:
     text = (site / "index.js").read_text(encoding="utf-8")
     rows = json.loads(text.removeprefix("const INDEX = ").rstrip(";\n"))
     assert len({row[0] for row in rows}) == len(rows) > 400
-    for address, page, heading, words in rows:
+    for address, page, heading, text, _ in rows:
         file, _, name = address.partition("#")
         assert f'id="{name}"' in (site / file).read_text(encoding="utf-8")
-        assert set(builder().plain(f"{page} {heading}")) <= set(words.split())
-        assert "" not in words.removeprefix(" ").split(" ")
+        assert page and heading and text == " ".join(text.split())
+
+
+def searched(site: Path, *texts: str) -> list[list[Any]]:
+    """What the page's own script finds for each text: score, number, address, page, heading, pieces of the text."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("needs node")
+    script = (site / "site.js").read_text(encoding="utf-8").partition("function show()")[0]
+    script = re.sub(r"(?m)^const (root|query|hits) = .*$", "", script)
+    index = (site / "index.js").read_text(encoding="utf-8")
+    ask = f"console.log(JSON.stringify({json.dumps(texts)}.map(search)))"
+    done = subprocess.run(
+        [node, "-"], input=f"{index}\n{script}\n{ask}", capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout)
+
+
+def test_search_finds_the_guide_before_the_changelog(site: Path) -> None:
+    """For every word that a page for readers has in a heading, such a page is first."""
+    asked = [
+        "fine-tune",
+        "serve",
+        "quantization",
+        "lora",
+        "resume",
+        "chat template",
+        "adapter",
+        "beam search",
+        "bf16",
+    ]
+    for text, found in zip(asked, searched(site, *asked), strict=True):
+        first = found[0][2]
+        assert not re.match(
+            "changelog|contributing|architecture|bench/|experiments", first, re.I
+        ), (text, first)
+    (changes,) = searched(site, "changelog")
+    assert changes[0][2].lower().startswith("changelog")
+
+
+def test_search_shows_where_the_words_stand(site: Path) -> None:
+    for text, found in zip(
+        ("lora", "beam search"), searched(site, "lora", "beam search"), strict=True
+    ):
+        shown = [pieces for *_, heading, pieces in found if len(pieces) > 1]
+        assert len(shown) > len(found) / 2
+        for pieces in shown:
+            assert all(any(m.lower().startswith(w) for w in text.split()) for m in pieces[1::2])
+            assert len("".join(pieces)) < 200
 
 
 def test_words_are_compared_as_people_write_them() -> None:
@@ -158,7 +207,9 @@ def test_every_public_name_is_explained(site: Path) -> None:
 
 def test_signature_is_that_of_the_code() -> None:
     text = builder().reference.signature("stream", regard.stream)
-    assert text.startswith("```python\nstream(") and "prompt: Prompt" in text and "'" not in text
+    assert text.startswith("```python\nstream(") and "prompt: Prompt" in text
+    # Types stand as they are, not as strings.
+    assert not re.search(r"(: |-> )'", text)
 
 
 # --- words that others chose ------------------------------------------------------------------------
@@ -172,7 +223,8 @@ def words() -> list[str]:
 def test_words_of_others_are_found(site: Path) -> None:
     """By `regard explain`, or by a section of the docs that has every word, as the search wants it."""
     text = (site / "index.js").read_text(encoding="utf-8")
-    sections = [row[3] for row in json.loads(text.removeprefix("const INDEX = ").rstrip(";\n"))]
+    rows = json.loads(text.removeprefix("const INDEX = ").rstrip(";\n"))
+    sections = [f" {' '.join(builder().plain(' '.join(row[1:4])))}" for row in rows]
     lost, explained = [], 0
     for term in words():
         try:
