@@ -24,7 +24,8 @@ type_hints = functools.cache(typing.get_type_hints)
 
 
 def divisors(n: int) -> list[int]:
-    small = [i for i in range(1, math.isqrt(max(n, 0)) + 1) if n % i == 0]
+    """Of a number beyond every size of a model, such as a mistyped one may be, only some: errors list them."""
+    small = [i for i in range(1, min(math.isqrt(max(n, 0)), 2**16) + 1) if n % i == 0]
     return sorted({*small, *(n // i for i in small)})
 
 

@@ -214,6 +214,8 @@ class Rope:
     def __post_init__(self) -> None:
         if self.layout not in ("half", "interleaved"):
             raise UsageError(f"rope.layout is {self.layout!r}; choose half or interleaved")
+        if isinstance(self.scaling, Yarn) and self.base <= 1:
+            raise UsageError(f"rope.base is {self.base}; YaRN needs waves that grow: more than 1")
 
     def width(self, dim: int) -> int:
         """How many of `dim` features turn."""

@@ -36,7 +36,18 @@ from typing import Any
 from regard.attention import DSA, GQA, MLA, DeltaRule
 from regard.block import Tower
 from regard.checkpoint import rules
-from regard.checkpoint.rules import ACTIVATIONS, Data, Family, Group, Key, Keys, To, Weights, fixed
+from regard.checkpoint.rules import (
+    ACTIVATIONS,
+    Data,
+    Family,
+    Fixed,
+    Group,
+    Key,
+    Keys,
+    To,
+    Weights,
+    fixed,
+)
 from regard.layers import LM, MLM, MLP, Answer, Classify, Norm, Tag
 from regard.models import EncoderDecoderConfig, Patches, Tokens, TransformerConfig
 from regard.models.start import Start
@@ -403,12 +414,21 @@ def _latent_keys(at: str, shared: int, gain: float) -> Keys:
     )  # fmt: skip
 
 
+def _read_turned_dim(theirs: Data, ours: Data) -> None:
+    """transformers turns so many features of a head."""
+    width, turned = theirs.get("head_dim"), theirs.get("qk_rope_head_dim")
+    if width is not None and width != turned:
+        raise rules.wrong(f"head_dim is {width!r}; it must be qk_rope_head_dim, {turned!r}")
+
+
 _SHARED_BIAS = Key("tower.ffn.0.bias tower.ffn.1.shared_bias", False)
-_LATENT_INERT = """num_key_value_heads head_dim qk_head_dim num_nextn_predict_layers ep_size aux_loss_alpha
-seq_aux"""
+_LATENT_INERT = (
+    """num_key_value_heads qk_head_dim num_nextn_predict_layers ep_size aux_loss_alpha seq_aux"""
+)
 _V3: Keys = dict(
-    norm_topk_prob=Key("tower.ffn.1.normalized", True), n_group=rules.expert_groups(None, (8, 4)),
+    norm_topk_prob=Key("tower.ffn.1.normalized", True, null=False), n_group=rules.expert_groups(None, (8, 4)),
     **fixed(scoring_func="sigmoid"), mlp_layer_types=rules.experts_by_layer(3),
+    head_dim=Group(("head_dim",), _read_turned_dim, lambda *_: None),
 )  # fmt: skip
 
 
@@ -447,7 +467,7 @@ DEEPSEEK_V2 = llama_like(
         **fixed(scoring_func="softmax"), mlp_layer_types=rules.experts_by_layer(0),
     ),
     # Whatever norm_topk_prob says, transformers never normalises for V2.
-    inert=f"{_LATENT_INERT} norm_topk_prob", aliases=_LATENT_ALIASES, layer=_latent_layer("attention"),
+    inert=f"{_LATENT_INERT} head_dim norm_topk_prob", aliases=_LATENT_ALIASES, layer=_latent_layer("attention"),
     presets={
         "deepseek-v2-lite": sizes(102400, 2048, 27, 16, 10944, 163840)
         | _latent_sizes(0.707, 64, 6, 1408)
@@ -458,7 +478,7 @@ _INTERLEAVED = {True: "interleaved", False: "half"}
 DEEPSEEK_V3 = llama_like(
     "deepseek_v3", decoder_heads("DeepseekV3"), _MLA, (SWIGLU, _EXPERTS_V3),
     frame=_latent_keys("tower.attention", 1, 2.5),
-    keys=_V3 | dict(rope_interleave=Key("tower.attention.rope.layout", True, _INTERLEAVED)),
+    keys=_V3 | dict(rope_interleave=Key("tower.attention.rope.layout", True, _INTERLEAVED, False)),
     inert=_LATENT_INERT, aliases=_LATENT_ALIASES, layer=_latent_layer("attention"), carried=_NEXT_TOKEN_LAYER,
     presets={"deepseek-v3": _SIZES_V3},
 )  # fmt: skip
@@ -466,10 +486,11 @@ DEEPSEEK_V32 = llama_like(
     "deepseek_v32", decoder_heads("DeepseekV32", labels=False), DSA(_MLA, 1, 2, 1, rope_dim=2),
     (SWIGLU, _EXPERTS_V3), frame=_latent_keys("tower.attention.attention", 1, 2.5),
     keys=dict(
-        **_V3, mlp_bias=_SHARED_BIAS, index_n_heads=Key("tower.attention.index_heads"),
+        **_V3, index_n_heads=Key("tower.attention.index_heads"),
         index_head_dim=Key("tower.attention.index_dim"), index_topk=Key("tower.attention.topk"),
     ),
-    inert=f"{_LATENT_INERT} layer_types", aliases=_LATENT_ALIASES,
+    # transformers' V3.2 has a key for biases, and none.
+    inert=f"{_LATENT_INERT} layer_types mlp_bias", aliases=_LATENT_ALIASES,
     layer={
         **_latent_layer("attention.attention"),
         "self_attn.indexer.{wq_b,wk,k_norm,weights_proj}.*": "attention.indexer.{wq,wk,k_norm,ww}.*",
@@ -502,7 +523,8 @@ QWEN3_NEXT = llama_like(
     keys=dict(
         rms_norm_eps=Key("tower.norm.eps tower.attention.qk_norm tower.attention.eps", 1e-6),
         num_key_value_heads=Key("tower.attention.kv_heads", 2), head_dim=Key("tower.attention.head_dim", 256),
-        attention_bias=BIASED,
+        # A recurrent state reads from left to right.
+        attention_bias=BIASED, is_causal=Fixed(True, null=False),
         rope_parameters=rules.rope_at(
             "tower.attention.rope", share="partial_rotary_factor", partial_rotary_factor=0.25,
         ),
@@ -915,18 +937,29 @@ _T5_FFN = _T5_GATED | {name: (ours, False) for name, ours in ACTIVATIONS.items()
 _T5_FFN |= {f"gated-{name}": (ours, True) for name, ours in ACTIVATIONS.items()} | _T5_GATED
 
 
+def _t5_ffn_of(theirs: Data) -> tuple[str, bool]:
+    """Activation and gate: what dense_act_fn and is_gated_act say is stronger than feed_forward_proj."""
+    word, act = theirs.get("feed_forward_proj"), theirs.get("dense_act_fn")
+    word = "relu" if word is None else word
+    for key, value, known in (
+        ("feed_forward_proj", word, _T5_FFN),
+        ("dense_act_fn", act or "relu", ACTIVATIONS),
+    ):
+        if value not in known:
+            raise rules.wrong(f"{key} is {value!r}; known: {', '.join(known)}")
+    name, gated = _T5_FFN[word]
+    said = theirs.get("is_gated_act")
+    return ACTIVATIONS[act] if act else name, gated if said is None else said
+
+
 def _read_t5_ffn(theirs: Data, ours: Data) -> None:
-    word = theirs.get("feed_forward_proj") or "relu"
-    if word not in _T5_FFN:
-        known = "relu, gated-gelu, gated-silu, ..."
-        raise rules.wrong(f"feed_forward_proj is {word!r}; known: {known}")
     for tower in ("encoder", "decoder"):
-        ours[tower]["ffn"] |= dict(zip(("activation", "gated"), _T5_FFN[word]))
+        ours[tower]["ffn"] |= dict(zip(("activation", "gated"), _t5_ffn_of(theirs)))
 
 
 def _write_t5_ffn(ours: Data, theirs: Data) -> None:
     ffn = tuple(rules.need(ours, f"encoder.ffn.{name}") for name in ("activation", "gated"))
-    if _T5_FFN.get(theirs.get("feed_forward_proj", "")) != ffn:
+    if _t5_ffn_of(theirs) != ffn:
         theirs["feed_forward_proj"] = next(word for word, of in _T5_FFN.items() if of == ffn)
         for stale in ("dense_act_fn", "is_gated_act"):
             theirs.pop(stale, None)
@@ -934,8 +967,9 @@ def _write_t5_ffn(ours: Data, theirs: Data) -> None:
 
 def _t5_scale_of(theirs: Data) -> bool:
     """v1.0 multiplies the decoder's output by dim^-0.5; in older folders v1.1 shows by tie_word_embeddings false."""
-    scaled = theirs.get("scale_decoder_outputs")
-    return theirs.get("tie_word_embeddings") is not False if scaled is None else scaled
+    if "scale_decoder_outputs" in theirs:
+        return bool(theirs["scale_decoder_outputs"])
+    return theirs.get("tie_word_embeddings") is not False
 
 
 def _write_t5_scale(ours: Data, theirs: Data) -> None:
@@ -975,7 +1009,7 @@ T5 = Family(
             ("scale_decoder_outputs", "tie_word_embeddings"),
             lambda theirs, ours: rules.put(ours, "head.scaled", _t5_scale_of(theirs)), _write_t5_scale,
         ),
-        **fixed(is_decoder=False, is_causal=True),
+        is_causal=Fixed(True, null=False), **fixed(is_decoder=False),
     ),
     inert="n_positions classifier_dropout",
     aliases=dict(hidden_size="d_model", num_attention_heads="num_heads", head_dim="d_kv") | dict(
@@ -1019,7 +1053,8 @@ _BART_KEYS: Keys = dict(
     attention_dropout=Key("{encoder.attention,decoder.attention,decoder.cross}.dropout", 0.0),
     encoder_layerdrop=Key("encoder.layer_drop", 0.0), decoder_layerdrop=Key("decoder.layer_drop", 0.0),
     scale_embedding=Key("{source,target}.scaled", False), tie_word_embeddings=Key("head.tied", True),
-    **fixed(is_decoder=False, is_causal=True, normalize_before=False, add_final_layer_norm=False),
+    is_causal=Fixed(True, null=False),
+    **fixed(is_decoder=False, normalize_before=False, add_final_layer_norm=False),
 )  # fmt: skip
 
 

@@ -9,9 +9,9 @@ import difflib
 import json
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,19 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from regard.checkpoint import store
+from regard.checkpoint.blame import Looked, blaming, naming, said
 from regard.checkpoint.families import FAMILIES, INERT
-from regard.checkpoint.rules import SAME, Data, Family, Step, get, put, steps, wrong
+from regard.checkpoint.rules import (
+    SAME,
+    Data,
+    Family,
+    Step,
+    check_kinds,
+    get,
+    put,
+    steps,
+    wrong,
+)
 from regard.checkpoint.store import Source
 from regard.config import from_dict, to_dict
 from regard.errors import UsageError, nearest, notice
@@ -98,7 +109,7 @@ def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -
     family, repeated = None, set[str]()
     if kind == NATIVE:
         _check_counts(theirs.get("config"), ("layers",), count)
-        model = _empty(read_native(theirs))
+        model = _empty(read_native(theirs), theirs)
         theirs = {key: value for key, value in theirs.items() if key != "config"}
         model.origin = Origin(NATIVE, config=theirs)
         _name_unknown(theirs, INERT, "Regard's own format")
@@ -114,21 +125,24 @@ def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -
         architecture = named[0] if isinstance(named, list) else named
         if not isinstance(architecture, str) or architecture not in family.heads:
             known = f"of {kind}, known: {', '.join(family.heads)}"
-            raise wrong(f"architecture {architecture!r}; {known}")
+            raise wrong(f"architectures has {architecture!r}; {known}")
         theirs, source = _unpacked(theirs, _modern(source, family))
         _check_counts({k: v for k, v in theirs.items() if k in family.keys}, LAYERS, count)
         config, repeated = _settle(read_config(theirs, family, architecture), family, source)
-        _check_counts(to_dict(config), ("experts",), count)
         _name_unknown(theirs, family.keys | INERT | set(family.aliases), f"transformers' {kind}")
-        model = _empty(config)
+        with naming(theirs, family, architecture):
+            _check_counts(to_dict(config), ("experts",), count)
+            model = _empty(config, theirs)
         heads = {
             head.kind: read_config(theirs, family, name).head
             for name, head in family.heads.items()
             if head is not None
         }
         # How the family starts, with the deviation that the folder says.
-        said = (theirs.get(key) for key in ("initializer_range", "init_std", "initializer_factor"))
-        std = next((float(value) for value in said if value), family.start.std)
+        key = next((key for key in STARTS if theirs.get(key) is not None), "")
+        std = float(theirs[key]) if key else family.start.std
+        if std < 0:
+            raise wrong(f"{key} is {theirs[key]}; it must be 0 or more")
         start = replace(family.start, std=std)
         model.origin = Origin(kind, architecture, theirs, heads=heads, start=start)
     steps = plan(model, family)
@@ -138,6 +152,9 @@ def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -
     return model.eval()
 
 
+# Keys that say how new weights are drawn.
+STARTS = dict.fromkeys(("initializer_range", "init_std", "initializer_factor"))
+HUGE = 2**24  # of a size: larger than any that a model has
 LAYERS = """n_layer n_layers num_layers num_hidden_layers num_decoder_layers encoder_layers
 decoder_layers""".split()  # noqa: SIM905
 
@@ -192,31 +209,24 @@ def read_native(theirs: Data) -> Any:
     kind = data.get("kind") if isinstance(data, dict) else None
     if not isinstance(kind, str) or kind not in CONFIGS:
         raise wrong(f"config.kind is {kind!r}; known: {', '.join(CONFIGS)}")
-    with _blaming("these settings do not fit together"):
+    with blaming(lambda: "these settings do not fit together"):
         return from_dict(CONFIGS[kind], data)  # type: ignore[arg-type]
 
 
 def read_config(theirs: Data, family: Family, architecture: str) -> Any:
     """Their keys -> our config, by the family's rules: what no rule names decides nothing."""
+    check_kinds(theirs, family.keys | STARTS.keys())
     ours = to_dict(family.blank)
     ours["head"] = to_dict(family.heads[architecture])
     for name, r in family.rules:
-        values = {key: theirs[key] for key in getattr(r, "names", (name,)) if key in theirs}
-        with _blaming(f"cannot use {values}"):
-            r.read(name, theirs, ours)
-    with _blaming("these sizes do not fit together"):
+        looked = Looked(theirs)
+        with blaming(partial(looked.values_of, name, r)):
+            r.read(name, looked, ours)
+    with (
+        blaming(lambda: "these sizes do not fit together"),
+        naming(theirs, family, architecture),
+    ):
         return from_dict(type(family.blank), ours)
-
-
-@contextmanager
-def _blaming(what: str) -> Iterator[None]:
-    """Whatever a wrong value made go wrong is the config's fault."""
-    try:
-        yield
-    except UsageError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
-        raise wrong(f"{what} ({e!r})") from None
 
 
 def _modern(source: Source, family: Family) -> Source:
@@ -249,10 +259,15 @@ def _settle(config: Any, family: Family, source: Source) -> tuple[Any, set[str]]
     return from_dict(type(config), ours), skip
 
 
-def _empty(config: Any) -> Model:
+def _empty(config: Any, theirs: Data) -> Model:
     """The model without memory for its weights. Their random start is skipped: on the meta device
     it would do nothing but import torch's compiler."""
-    with _blaming("no model has these sizes"), torch.device("meta"), _NoStart():
+
+    def large() -> str:
+        sizes = [key for key, value in theirs.items() if isinstance(value, int) and value > HUGE]
+        return said(theirs, sizes) or "no model has these sizes"
+
+    with blaming(large), torch.device("meta"), _NoStart():
         return config.make()
 
 

@@ -6,8 +6,9 @@ operation between them. A rule whose place does not exist in this model (a bias 
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -85,7 +86,7 @@ class Key:
     words: Mapping[Any, Any] | tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = None
     null: Any = ABSENT
 
-    def _each(self) -> list[str]:
+    def each(self) -> list[str]:
         return [place for places in self.places.split() for place in choices(places)]
 
     def value(self, name: str, theirs: Data) -> Any:
@@ -105,11 +106,11 @@ class Key:
         return self.words[value]
 
     def read(self, name: str, theirs: Data, ours: Data) -> None:
-        for place in self._each():
+        for place in self.each():
             put(ours, place, self.value(name, theirs))
 
     def write(self, name: str, ours: Data, theirs: Data) -> None:
-        values = (get(ours, place) for place in self._each())
+        values = (get(ours, place) for place in self.each())
         value = next((v for v in values if v is not ABSENT), ABSENT)
         if value is ABSENT or (name in theirs and self.value(name, theirs) == value):
             return
@@ -122,13 +123,18 @@ class Key:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A key that may only have this value, which is also what a missing key means."""
+    """A key that may only have this value, which is also what a missing key means, and a null one
+    unless `null` says otherwise."""
 
     only: Any
+    null: Any = ABSENT
 
     def read(self, name: str, theirs: Data, ours: Data) -> None:
-        value = theirs.get(name)
-        if value is not None and value != self.only:
+        value = theirs.get(name, self.only)
+        if value is None:
+            value = self.only if self.null is ABSENT else self.null
+        if value != self.only:
+            value = theirs[name]
             raise wrong(f"{name} is {value!r}, Regard can only do {self.only!r}")
 
     def write(self, name: str, ours: Data, theirs: Data) -> None: ...
@@ -159,6 +165,38 @@ def fixed(**only: Any) -> dict[str, ConfigRule]:
 ConfigRule = Key | Fixed | Group
 Keys = dict[str, ConfigRule]
 
+# What a value must be of the keys that groups read, and of those that say how a family starts. What a `Key` says is
+# checked where it goes.
+_KINDS = {
+    "true or false": """is_causal is_gated_act scale_decoder_outputs share_encoder_decoder_embeddings
+    tie_word_embeddings use_sliding_window""",
+    "a whole number": """decoder_sparse_step first_k_dense_replace full_attention_interval
+    global_attn_every_n_layers head_dim local_attention max_position_embeddings max_window_layers n_group
+    num_hidden_groups num_hidden_layers num_labels original_max_position_embeddings sliding_window
+    sliding_window_pattern topk_group""",
+    "a number": """classifier_dropout classifier_dropout_prob dropout global_rope_theta init_std
+    initializer_factor initializer_range local_rope_theta partial_rotary_factor qa_dropout rope_local_base_freq
+    rope_theta rotary_emb_base rotary_pct seq_classif_dropout""",
+    "an object": "id2label label2id rope_parameters rope_scaling",
+    "a list": "layer_types mlp_layer_types mlp_only_layers",
+    "a word": "dense_act_fn feed_forward_proj topk_method",
+}
+_TYPES: Data = {"true or false": bool, "a whole number": int, "a number": int | float}
+_TYPES |= {"an object": dict, "a list": list, "a word": str}
+
+
+def check_kinds(theirs: Data, keys: Collection[str]) -> None:
+    """Refuse what could not be meant: a null is always possible."""
+    for kind, names in _KINDS.items():
+        for name in names.split():
+            value = theirs.get(name)
+            if name not in keys or value is None:
+                continue
+            boolean = isinstance(value, bool) and kind != "true or false"
+            endless = isinstance(value, float) and not math.isfinite(value)
+            if boolean or endless or not isinstance(value, _TYPES[kind]):
+                raise wrong(f"{name} is {value!r}; it must be {kind}")
+
 
 # Several of theirs may mean one of ours; the first of them is written.
 ACTIVATIONS = {name: name for name in ("relu", "gelu", "silu", "tanh")}
@@ -186,11 +224,9 @@ _OPTIONAL |= dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim"))
 
 def _rope_of(theirs: Data, renamed: Mapping[str, str]) -> Data:
     """What they say of a RoPE, in our words: base and share where they say one, and the scaling."""
-    for key in ("rope_parameters", "rope_scaling"):
-        if not isinstance(theirs.get(key), dict | None):
-            raise wrong(f"{key} is {theirs[key]!r}; it must be an object")
     given = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
-    base = given.pop("rope_theta", None) or theirs.get("rope_theta")
+    base = given.pop("rope_theta", None)
+    base = theirs.get("rope_theta") if base is None else base
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
     kind = renamed.get(kind, kind)
@@ -212,8 +248,8 @@ def _rope_of(theirs: Data, renamed: Mapping[str, str]) -> Data:
             scaling[name] = missing[key] if value is None else value
     if given:
         raise wrong(f"rope_parameters.{next(iter(given))} is not known for {kind} RoPE")
-    said = {"base": base and float(base), "partial": share}
-    return {name: value for name, value in said.items() if value} | {"scaling": scaling}
+    said = {"base": None if base is None else float(base), "partial": share}
+    return {name: value for name, value in said.items() if value is not None} | {"scaling": scaling}
 
 
 def _rope_words(rope: Data) -> Data:
@@ -290,7 +326,7 @@ def ropes_by_layer(
         nested = (theirs.get("rope_parameters") or {}).get(word)
         older = theirs.get("rope_scaling") if word in scaled and nested is None else None
         key, default = bases[word]
-        base = theirs.get(key) or default
+        base = default if theirs.get(key) is None else theirs[key]
         said = {"rope_parameters": nested, "rope_scaling": older, "rope_theta": base}
         return _rope_of(theirs | said, {})
 
@@ -321,8 +357,9 @@ def by_layer(
 
     def kinds_of(theirs: Data, layers: int) -> list[str]:
         kinds = theirs.get(key) or [words[second(theirs, i)] for i in range(layers)]
-        if len(kinds) != layers or set(kinds) - set(words):
-            raise wrong(f"{key} must list {layers} times {' or '.join(words)}, got {kinds}")
+        if not kinds or len(kinds) != layers or set(kinds) - set(words):
+            listed = f"{key} must list as many words, {' or '.join(words)}, got {kinds}"
+            raise wrong(f"num_hidden_layers is {layers}; {listed}")
         return kinds
 
     def read(theirs: Data, ours: Data) -> None:
@@ -419,8 +456,10 @@ def expert_groups(limited: str | None, default: tuple[int, int]) -> Group:
     `limited`; V3 (None) always does."""
 
     def read(theirs: Data, ours: Data) -> None:
-        experts = ours["tower"]["ffn"][1]
-        on = limited is None or theirs.get("topk_method") == limited
+        experts, method = ours["tower"]["ffn"][1], theirs.get("topk_method")
+        if limited is not None and method not in (None, "greedy", limited):
+            raise wrong(f"topk_method is {method!r}; known: greedy, {limited}")
+        on = limited is None or method == limited
         experts["groups"] = _count(theirs, "n_group", default[0]) if on else 1
         experts["active_groups"] = _count(theirs, "topk_group", default[1]) if on else 1
 
@@ -447,13 +486,15 @@ def _count(theirs: Data, key: str, default: int) -> int:
 
 
 def _read_causal(theirs: Data, ours: Data) -> None:
-    ours["tower"]["causal"] = theirs.get("is_causal") is not False
+    # A null is false.
+    ours["tower"]["causal"] = bool(theirs.get("is_causal", True))
     if not ours["tower"]["causal"] and theirs.get("sliding_window"):
-        raise wrong("is_causal is False; with sliding_window Regard can only do True")
+        given = theirs["is_causal"]
+        raise wrong(f"is_causal is {given}; with sliding_window Regard can only do True")
 
 
 def _write_causal(ours: Data, theirs: Data) -> None:
-    if ours["tower"]["causal"] != (theirs.get("is_causal") is not False):
+    if ours["tower"]["causal"] != bool(theirs.get("is_causal", True)):
         theirs["is_causal"] = ours["tower"]["causal"]
 
 
@@ -464,8 +505,9 @@ CAUSAL = Group(("is_causal",), _read_causal, _write_causal)
 
 
 def _read_labels(theirs: Data, ours: Data) -> None:
-    names = theirs.get("id2label")
-    put(ours, "head.labels", len(names) if names else theirs.get("num_labels") or 2)
+    names, count = theirs.get("id2label"), theirs.get("num_labels")
+    count = 2 if count is None else count
+    put(ours, "head.labels", len(names) if names else count)
 
 
 def _write_labels(ours: Data, theirs: Data) -> None:

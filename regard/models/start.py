@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from regard.attention.multihead import GroupedQueryAttention
 from regard.block import Stack
-from regard.config import Positive, settings
+from regard.config import Amount, settings
 from regard.layers import LabelHead, LMHead, RMSNorm
 from regard.models.embedding import PatchEmbedding, TokenEmbedding
 from regard.moe import MixtureOfExperts
@@ -29,7 +29,7 @@ class Start:
     "modernbert": as "gpt2", the dense layer of a head and its vocabulary too; of labels 1 / sqrt(dim)."""
 
     scheme: str = "normal"
-    std: Positive = 0.02
+    std: Amount = 0.02
 
 
 def start_of(config: Any) -> Start:

@@ -148,7 +148,9 @@ class EncoderDecoderConfig:
             raise UsageError("an image and a text cannot share an embedding; set shared=False")
         both = getattr(self.source, "vocab", None), self.target.vocab
         if self.shared and both[0] != both[1]:
-            raise UsageError(f"shared=True needs one vocabulary, got {both[0]} and {both[1]}")
+            raise UsageError(
+                f"shared=True needs one vocab for both sides, got {both[0]} and {both[1]}"
+            )
 
     def make(self) -> EncoderDecoder:
         return EncoderDecoder(self)

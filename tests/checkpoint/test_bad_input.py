@@ -11,7 +11,7 @@ import torch
 import regard
 from regard.checkpoint import store
 from regard.checkpoint.families import FAMILIES
-from regard.checkpoint.hf import read
+from regard.checkpoint.hf import STARTS, read
 from regard.errors import UsageError
 from tests.checkpoint.families import ONE_PER_FAMILY, Peer
 from tests.checkpoint.spoil import SIZES, configure, refused
@@ -94,17 +94,37 @@ def test_config_that_is_a_folder_says_so(folder: Path) -> None:
 def test_value_of_any_key_is_refused_in_words_or_kept(
     name: str, peer: Callable[[str], Peer], tmp_path: Path
 ) -> None:
-    """Every key of the family, with values of every type. What is taken must decide something, and is
-    then written back as it was read, or decide nothing, and is then carried."""
-    wrong = [None, "x", "", -1, 0, 1.5, -0.5, 10**6, True, False, [], [1], {}, {"a": 1}]
+    """Every key of the family, with values of every type. A refusal names the key. What is taken must decide something,
+    and is then written back as it was read, or decide nothing, and is then carried."""
+    wrong = [
+        None,
+        "x",
+        "32",
+        "",
+        -1,
+        0,
+        1.5,
+        -0.5,
+        10**6,
+        2**100,
+        True,
+        False,
+        [],
+        [1],
+        {},
+        {"a": 1},
+    ]
     said = json.loads((peer(name).folder / "config.json").read_text())
     weights, family = store.weights(peer(name).folder), FAMILIES[said["model_type"]]
     plain, rng = read(said, weights, None, None), random.Random(name)
-    for key in sorted({"architectures", *family.keys}):
+    for key in sorted({"architectures", *STARTS, *family.keys}):
         for value in rng.sample(wrong, 3):
             try:
                 model = read(said | {key: value}, weights, None, None)
-            except UsageError:
+            except UsageError as error:
+                # Of what does not fit the weights, the tensor is named.
+                if key not in str(error) and not str(error).startswith("tensor "):
+                    pytest.fail(f"{key} = {value!r} is refused without its name: {error}")
                 continue
             except Exception as error:
                 pytest.fail(f"{key} = {value!r} gives {error!r}")
@@ -116,6 +136,38 @@ def test_value_of_any_key_is_refused_in_words_or_kept(
             # numbers, 0 among them, have a law of their own.
             if value is False or value not in (None, {}, 0):
                 assert kept.get(key, "nothing") == value, f"{key} = {value!r} is taken in silence"
+
+
+@pytest.mark.parametrize(
+    "name, key, value, words",
+    [
+        (
+            "llama",
+            "rope_parameters",
+            {"rope_type": "yarn", "rope_theta": 1, "factor": 4},
+            "more than 1",
+        ),
+        ("llama", "rope_theta", 0, "more than 0"),
+        ("llama", "initializer_range", "a", "it must be a number"),
+        ("qwen2", "use_sliding_window", "no", "it must be true or false"),
+        ("llama", "hidden_size", "32", "must be int"),
+        ("llama", "num_attention_heads", 10**30, "must divide"),
+        ("gpt2", "n_head", 5, "does not divide dim=24"),
+        ("deepseek-v3", "head_dim", 6, "it must be qk_rope_head_dim, 4"),
+        ("deepseek-v2", "topk_method", "noaux_tc", "greedy, group_limited_greedy"),
+        ("t5", "dense_act_fn", "cosine", "known: relu"),
+        ("t5", "is_causal", None, "can only do True"),
+    ],
+)
+def test_refusal_says_the_key_and_what_is_possible(
+    name: str, key: str, value: object, words: str, peer: Callable[[str], Peer]
+) -> None:
+    said = json.loads((peer(name).folder / "config.json").read_text())
+    # Older folders say the base beside the scaling.
+    said.pop("rope_parameters" if key == "rope_theta" else "no such key", None)
+    with pytest.raises(UsageError) as caught:
+        read(said | {key: value}, store.weights(peer(name).folder), None, None)
+    assert f"{key} is {value!r:.40}" in str(caught.value) and words in str(caught.value)
 
 
 # --- the call -----------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Folders as they are found in the wild: older words in config.json, older names of tensors, tensors nobody needs."""
 
+import copy
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,10 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import regard
+from regard.checkpoint import store
 from regard.checkpoint.families import FAMILIES, INERT
-from regard.checkpoint.hf import LAYERS, plan, read_config
+from regard.checkpoint.hf import LAYERS, plan, read, read_config
 from regard.checkpoint.rules import REQUIRED, Key
-from tests.checkpoint.families import ONE_PER_FAMILY, Peer, error, tensors
+from regard.errors import UsageError
+from tests.checkpoint.families import ONE_PER_FAMILY, Peer, batch, error, tensors, theirs
 
 Peers = Callable[[str], Peer]
 PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text(encoding="utf-8"))
@@ -70,6 +73,34 @@ def test_old_torch_dtype_becomes_dtype(peer: Peers, tmp_path: Path) -> None:
     regard.load(rewrite(peer("llama"), tmp_path / "old", config=old)).save(tmp_path / "ours")
     written = json.loads((tmp_path / "ours" / "config.json").read_text())
     assert written["dtype"] == "float32" and "torch_dtype" not in written
+
+
+@pytest.mark.parametrize("name", ONE_PER_FAMILY)
+def test_null_and_switch_mean_what_transformers_means(name: str, peer: Peers) -> None:
+    """Every key of the family that takes part as null, and every switch on and off: where transformers answers with
+    these weights, so do we, and alike, or the key is refused."""
+    model, folder = peer(name).model, peer(name).folder
+    said, weights = json.loads((folder / "config.json").read_text()), store.weights(folder)
+    family = FAMILIES[said["model_type"]]
+    # Of these the stored tensors tell more.
+    told = {"tie_word_embeddings", "share_encoder_decoder_embeddings", *family.inert.split()}
+    for key in sorted(family.keys - told):
+        for value in (None, True, False) if isinstance(said.get(key), bool | None) else (None,):
+            try:
+                config = type(model.config)(**copy.deepcopy(said | {key: value}))
+                changed = type(model)(config).eval()
+                changed.load_state_dict(model.state_dict())
+                theirs(changed, batch(config))
+            except Exception:
+                # transformers cannot.
+                continue
+            try:
+                ours = read(said | {key: value}, weights, None, None)
+            except UsageError as refusal:
+                if f"{key} is {value}" not in str(refusal):
+                    pytest.fail(f"{key} = {value} is refused without its name: {refusal}")
+                continue
+            assert error(ours, changed) < 2e-4, f"{key} = {value} means something else"
 
 
 @pytest.mark.parametrize("name", FAMILIES)
