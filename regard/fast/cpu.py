@@ -47,6 +47,7 @@ from regard.moe import MixtureOfExperts
 from regard.position import LongRope, Rope
 
 CAUSAL = Causal()
+TOKENS = 16  # of a product head by head
 WORTH = 10_000_000  # parameters for which the C code is compiled if it is not yet
 
 
@@ -239,6 +240,12 @@ class Join(Specialise):
         wkv = self.product(module.wk, module.wv)
         return self.copy(module, JoinedCrossAttention, wk=None, wv=None, wkv=wkv)
 
+    def latent(self, module: LatentAttention) -> nn.Module:
+        """int8 makes a step of a last bit: there the bits of a row are its own."""
+        own = self.precision in ("int8", "int4") and module.w_ukv.weight.is_cpu
+        kind = OrderedLatent if own else None
+        return self.copy(module, kind, w_ukv=self.unpacked(module.w_ukv))
+
     def feed_forward(self, module: FeedForward) -> nn.Module:
         """Between the products int8 stays in the float32 that it gives."""
         inner = torch.float32 if self.precision == "int8" else None
@@ -265,7 +272,7 @@ class Join(Specialise):
         FeedForward: lambda maker, m: maker.feed_forward(m),
         Block: lambda maker, m: maker.block(m),
         # Whose absorbed form reads the weight itself.
-        LatentAttention: lambda maker, m: maker.copy(m, w_ukv=maker.unpacked(m.w_ukv)),
+        LatentAttention: lambda maker, m: maker.latent(m),
         MixtureOfExperts: lambda maker, m: maker.copy(m, router=maker.unpacked(m.router)),
         # It holds its weights twice over.
         nn.RNNBase: lambda maker, m: copy.copy(m),
@@ -311,6 +318,27 @@ class JoinedCrossAttention(GroupedQueryAttention):
         kv = kv if real is None else real.spread(kv)
         k, v = kv.split((self.g * self.d, self.g * self.e), -1)
         return self.as_entries(k, v, ctx)
+
+
+class SteadyLatent(LatentAttention):
+    """Always absorbed, the products of its heads in tiles."""
+
+    mix = LatentAttention.absorbed
+
+    def by_head(self, x: Tensor, w: Tensor) -> Tensor:
+        rows = x.flatten(0, 1).transpose(0, 1)  # h n i
+        n = rows.shape[1]
+        rows = F.pad(rows, (0, 0, 0, -n % TOKENS))
+        y = torch.cat([part @ w for part in rows.split(TOKENS, 1)], 1)[:, :n]
+        return y.transpose(0, 1).unflatten(0, x.shape[:2])
+
+
+class OrderedLatent(SteadyLatent):
+    """With attention in tiles as well: in any company and any chunks a row has the same bits."""
+
+    def terms(self, ctx: Context, w_uv: Tensor | None = None) -> dict[str, Any]:
+        found = super().terms(ctx, w_uv)
+        return found | {"backend": "ordered"} if ctx.backend == "sdpa" else found
 
 
 class JoinedFeedForward(FeedForward):

@@ -29,7 +29,7 @@ from regard.attention.ordered import agrees, cancelling, dots
 from regard.attention.scores import Additive, Bilinear, Hard
 from regard.attention.sparse import Indexer, SparseAttention, fp8_dots
 from regard.errors import UsageError
-from regard.fast.cpu import Prepared
+from regard.fast.cpu import Prepared, SteadyLatent
 from regard.fast.specialise import replace, share
 from regard.kernels.linear import Packed, packs
 from regard.layers import FeedForward, LabelHead, LMHead, RMSNorm
@@ -41,7 +41,6 @@ from regard.position import PositionVectors, RelativeBias
 
 WIDE = ((2, 128), (16, 128), (16, 64), (16, 32), (32, 32))  # rows, best first; the last is one size
 SHORT = ((2, 32), *WIDE[3:])  # of bfloat16, whose kernels change above
-TOKENS = 16  # of a product head by head
 PIECE = 1 << 14  # numbers; from 1.5 times as many on torch shares some functions among threads
 # On other CPUs than x86-64 torch takes a short cut where all numbers of a vector allow it, so that a
 # number's last bit depends on its neighbours: there each one stands among copies of itself.
@@ -185,19 +184,6 @@ class SteadyExperts(SteadyParts, MixtureOfExperts):
 
 class SteadyGrouped(SteadyParts, GroupedQueryAttention):
     pass
-
-
-class SteadyLatent(LatentAttention):
-    """Always absorbed, the products of its heads in tiles."""
-
-    mix = LatentAttention.absorbed
-
-    def by_head(self, x: Tensor, w: Tensor) -> Tensor:
-        rows = x.flatten(0, 1).transpose(0, 1)  # h n i
-        n = rows.shape[1]
-        rows = F.pad(rows, (0, 0, 0, -n % TOKENS))
-        y = torch.cat([part @ w for part in rows.split(TOKENS, 1)], 1)[:, :n]
-        return y.transpose(0, 1).unflatten(0, x.shape[:2])
 
 
 class SteadySparse(SparseAttention):

@@ -310,6 +310,17 @@ def test_prepared_model_runs_on_a_machine_without_the_ops(
     assert fast.cache(1).dtype == wide  # bf16 would be slow here
 
 
+@pytest.mark.parametrize("name", [name for name in TOWERS if name.startswith("mla")])
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@torch.inference_mode()
+def test_a_row_of_latent_attention_has_its_bits_in_any_company(name: str, precision: str) -> None:
+    """int8 rounds activations: what differs in its last bit may be a step apart after it."""
+    fast, x = prepare(small(name), precision), ids(6, 40)
+    alone = torch.cat([feed(fast, row[None], fast.cache(1), [20] + [1] * 20) for row in x])
+    for sizes in ([20] + [1] * 20, [7, 13] + [1] * 20, [40], [3] * 13 + [1]):
+        assert torch.equal(feed(fast, x, fast.cache(6), sizes), alone), sizes
+
+
 # --- the original, and memory -------------------------------------------------------------------------------------
 
 
