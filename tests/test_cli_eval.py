@@ -254,6 +254,52 @@ def test_shots_depend_on_the_seed_alone(tmp_path: Path) -> None:
     assert len(losses) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        ("x.tsv", ("source", "target")),
+        ("x.tsv", None),
+        ("x.csv", None),
+        ("x.tsv", ("question", "answer")),
+        ("x.csv", ("prompt", "completion")),
+        ("x.jsonl", ("question", "answer")),
+        ("x.jsonl", ("prompt", "response")),
+        ("x.json", ("prompt", "response")),
+    ],
+)
+def test_questions_and_shots_are_read_as_people_have_them(
+    name: str, head: tuple[str, str] | None, tmp_path: Path
+) -> None:
+    """By the words that finetune knows, and a table of two columns without a header: the same figures."""
+    path, parted = tmp_path / name, "," if name.endswith("csv") else "\t"
+    rows = [dict(zip(head or ("", ""), pair)) for pair in PAIRS]
+    if name.endswith("jsonl"):
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    elif name.endswith("json"):
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(f"{parted.join(x)}\n" for x in ([head] if head else []) + PAIRS))
+    known = tsv(tmp_path / "known.tsv", [("source", "target"), *PAIRS])
+    how = ["--shots", 2, "--metric", "loss"]
+    found, wanted = (
+        figures(folder("gpt2"), "--data", p, "--shots-from", p, *how) for p in (path, known)
+    )
+    assert found["metrics"] == wanted["metrics"] and found["data"] == "5 examples, 2 shots each"
+
+
+def test_column_that_is_proposed_is_one_to_try(tmp_path: Path) -> None:
+    """Roles in their order, each with a column of its own: as proposed, the second time all is there."""
+    asked = tsv(
+        tmp_path / "x.tsv", [("wen", "was", "egal"), ("dog", "Hund", "1"), ("a", "ein", "2")]
+    )
+    words: list[Any] = ["eval", folder("gpt2"), "--data", asked, "--shots", 0, "--metric", "loss"]
+    for role, column in (("source", 0), ("target", 1)):
+        done = call(*words)
+        assert done.code in (2, 4) and f"--columns {role}={column}," in done.err, done.err
+        words += ["--columns", f"{role}={column}"]
+    assert call(*words).code == 0
+
+
 def test_shots_come_from_the_runs_training_data(tmp_path: Path) -> None:
     home = tmp_path / "run"
     model = regard.load(folder("gpt2")).save(home / "last")

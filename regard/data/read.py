@@ -518,7 +518,7 @@ def _table(rows: Lines, path: Path, source: Source, roles: Sequence[str]) -> Ite
                 f"the first line of {path} is taken for the names of its columns ({listed:.80}), and is no example; "
                 "header = false reads it as one"
             )
-    places = [_place(name, first, header, path, role) for name, role in zip(names, roles)]
+    places = [_place(name, first, header, path, roles, i) for i, name in enumerate(names)]
     width = len(first)
     for number, row in chain(head[1:] if header else head, rows):
         if row == [""] and width > 1:
@@ -549,17 +549,22 @@ def _is_number(text: str) -> bool:
     return re.fullmatch(r"[-+]?\d+([.,]\d+)?", text) is not None
 
 
-def _place(name: str, first: list[str], header: bool, path: Path, role: str) -> int:
+def _place(
+    name: str, first: list[str], header: bool, path: Path, roles: Sequence[str], which: int
+) -> int:
+    """Where the column of a role stands in the first line."""
     if header and name in first:
         return first.index(name)
     if name.isdecimal() and int(name) < len(first):
         return int(name)
     listed = ", ".join(repr(c)[:40] if header else f"{i} ({c[:30]!r})" for i, c in enumerate(first))
     what = "its first line, read as their names, has" if header else "its columns:"
-    last = len(first) - 1
+    # As if a label stood first, and all else in the order of their roles: more cannot be guessed.
+    role, order = roles[which], sorted(roles, key=lambda role: role != "label")
+    such = min(order.index(role), len(first) - 1)
     raise UsageError(
         f"{path} has no column {name!r} for the role {role}; {what} {listed}. Say which by name or by number from 0: "
-        f"--columns {role}={last}, or in a config columns = {{ {role} = {last} }}"
+        f"--columns {role}={such}, or in a config columns = {{ {role} = {such} }}"
     )
 
 

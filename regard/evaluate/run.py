@@ -22,7 +22,15 @@ from regard.config import Seed, Whole, settings
 from regard.data.config import SETTINGS, Data, check_used, feed_of, shards_of, text_roles
 from regard.data.corrupt import Corrupted, Marks, MaskTokens
 from regard.data.feed import IGNORE, Batch, Batching, Feed, ImageFeed, TextFeed
-from regard.data.read import Pictures, Source, normal_of, pictures, records
+from regard.data.read import (
+    Pictures,
+    Source,
+    first_rows,
+    format_of,
+    normal_of,
+    pictures,
+    records,
+)
 from regard.data.shards import Column
 from regard.data.tokens import Coder
 from regard.decode.generate import GREEDY, generate, tokenizer_of
@@ -36,6 +44,7 @@ from regard.models import Model
 from regard.models.adapt import class_names
 from regard.text import needed
 from regard.train import measure as measuring
+from regard.train.finetune import PAIR
 from regard.train.loss import masked_lm_loss
 from regard.train.measure import WRITING, Measured, measure, perplexity, suited, translations
 from regard.train.tasks import TASKS
@@ -416,7 +425,22 @@ class Shots:
         return f"{shown}{before}{asked[0]}{between}"
 
 
+def asking(source: Source) -> Source:
+    """With the columns of a question and its answer, if none are said: by the words that `finetune` knows for them, or
+    the two that a table has."""
+    rows = None if source.columns else first_rows(source, 1)
+    if rows is None:
+        return source
+    names = [*rows[0]]
+    columns = {role: next((n for n in PAIR[role] if n in names), "") for role in PAIR}
+    if all(columns.values()):
+        return replace(source, columns=columns)
+    table = format_of(source.files()[0], source.format) in ("csv", "tsv") and len(names) == 2
+    return replace(source, columns={"source": "0", "target": "1"}) if table else source
+
+
 def pairs(source: Source) -> list[Pair]:
+    source = asking(source)
     found = [(r["source"], r["target"]) for r in records(source, ("source", "target"))]
     if wrong := [i for i, pair in enumerate(found, 1) if not all(isinstance(x, str) for x in pair)]:
         raise Fault(f"example {wrong[0]}: source and target must be text", DATA)

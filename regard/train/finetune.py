@@ -33,7 +33,8 @@ class Form(NamedTuple):
     may: Names = MappingProxyType({})
 
 
-_PAIR: Names = {
+# What a question and its answer are called.
+PAIR: Names = {
     "source": ("source", "prompt", "question"),
     "target": ("target", "completion", "response", "answer"),
 }
@@ -68,9 +69,9 @@ FORMS = (
         {"prompt": ("prompt", "question"), "response": ("completion", "response", "answer")},
         {"system": ("system",)},
     ),
-    Form("seq2seq", _PAIR),
+    Form("seq2seq", PAIR),
     # By one tower a pair is read as text after text.
-    Form("lm", _PAIR),
+    Form("lm", PAIR),
     *(Form(task, {"text": ("text", "content")}) for task in ("lm", "mlm", "spans")),
 )
 FEW = 10  # examples of which none is held out
