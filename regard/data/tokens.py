@@ -19,7 +19,7 @@ from regard.data.read import DataError, LongText, Record, Source, Text, length_o
 from regard.data.shards import Writer, token_dtype
 from regard.errors import UsageError
 from regard.text.build import blaming
-from regard.text.chat import Learned, learned_chat
+from regard.text.chat import Learned, Rendered, learned_rows, rendered_chat
 from regard.text.tokenizer import Located, Tokenizer, check_unicode
 
 Ids = tuple[int, ...]
@@ -270,6 +270,10 @@ def _cut(text: str, first: int, coder: Coder) -> int | None:
     return None
 
 
+# A chat, or a prompt and its answer, that is not encoded yet.
+Pending = Rendered | tuple[str, str]
+
+
 def fill_chats(filling: Filling) -> None:
     """Conversations by the model's chat template; what the assistant said is learned."""
     coder, ends, hidden = filling.coder, set[int](), set[str]()
@@ -277,15 +281,14 @@ def fill_chats(filling: Filling) -> None:
     if turns and not {"prompt", "response"} <= {*turns}:
         raise UsageError("columns: a chat has prompt and response, perhaps input and system")
 
-    def rows(record: Record) -> list[dict[str, Learned]]:
+    def rows(record: Record) -> list[dict[str, Pending]]:
         messages = asked_and_answered(record) if turns else record["messages"]
-        chats = learned_chat(coder.tokenizer, messages, record.get("tools"), hidden=hidden)
-        for ids, said in chats:
-            last = (i for i, yes in zip(reversed(ids), reversed(said)) if yes)
-            ends.update(islice((i for i in last if i in coder.reserved), 1))
+        chats = rendered_chat(coder.tokenizer, messages, record.get("tools"), hidden=hidden)
         return [{"ids": chat} for chat in chats]
 
-    fill_learned(filling, turns or ("messages", "tools"), rows, ("ids",))
+    for ids, said in fill_learned(filling, turns or ("messages", "tools"), rows, ("ids",)):
+        last = (i for i, yes in zip(reversed(ids), reversed(said)) if yes)
+        ends.update(islice((i for i in last if i in coder.reserved), 1))
     # Special tokens that an answer ends with, and those that messages spell.
     filling.done(ends=sorted(ends), spelt=sorted(hidden))
 
@@ -308,7 +311,7 @@ def fill_preferences(filling: Filling) -> None:
     chat template, the turns that both answers share among the prompt."""
     coder, hidden = filling.coder, set[str]()
 
-    def row(record: Record) -> list[dict[str, Learned]]:
+    def row(record: Record) -> list[dict[str, Pending]]:
         prompt, answers = record["prompt"], [record[side] for side in SIDES]
         for side, answer in zip(SIDES, answers):
             if not answer or (isinstance(answer, str) and not answer.strip()):
@@ -318,17 +321,15 @@ def fill_preferences(filling: Filling) -> None:
         if prompt is None and str in map(type, answers):
             raise UsageError("it has no prompt, and answers that are texts need one")
         if all(isinstance(x, str) for x in (prompt, *answers)):
-            head = [*coder.before, *coder.encode([prompt])[0]]
-            end = [] if coder.end is None else [coder.end]
-            tails = [[*ids, *end] for ids in coder.encode(answers)]
-            pair = [([*head, *x], [False] * len(head) + [True] * len(x)) for x in tails]
+            return [{side: (prompt, x) for side, x in zip(SIDES, answers)}]
         else:
             talks = [conversation(prompt, answer) for answer in answers]
             shared = next((i for i, (a, b) in enumerate(zip(*talks)) if a != b), 0)
-            pair = [learned_chat(coder.tokenizer, x, None, shared, hidden)[0] for x in talks]
-        return [dict(zip(SIDES, pair))]
+            pair = [rendered_chat(coder.tokenizer, x, None, shared, hidden)[0] for x in talks]
+            return [dict(zip(SIDES, pair))]
 
-    fill_learned(filling, ("prompt", *SIDES), row, SIDES)
+    for _ in fill_learned(filling, ("prompt", *SIDES), row, SIDES):
+        pass
     filling.done(spelt=sorted(hidden))
 
 
@@ -341,20 +342,41 @@ def conversation(prompt: Any, answer: Any) -> list[Any]:
     return [*asked, *turns] if opens else turns
 
 
+def encoded(coder: Coder, waiting: Sequence[Pending]) -> list[Learned]:
+    """The ids of chats, and of answers behind their prompts, and which of them are learned."""
+    chats = iter(learned_rows([x for x in waiting if isinstance(x, Rendered)]))
+    texts = iter(
+        coder.encode([x for pair in waiting if not isinstance(pair, Rendered) for x in pair])
+    )
+    end = [] if coder.end is None else [coder.end]
+    done = []
+    for each in waiting:
+        if isinstance(each, Rendered):
+            done.append(next(chats))
+            continue
+        head, tail = [*coder.before, *next(texts)], [*next(texts), *end]
+        done.append(([*head, *tail], [False] * len(head) + [True] * len(tail)))
+    return done
+
+
 def fill_learned(
     filling: Filling,
     roles: Sequence[str],
-    rows_of: Callable[[Record], list[dict[str, Learned]]],
+    rows_of: Callable[[Record], list[dict[str, Pending]]],
     names: Sequence[str],
-) -> None:
-    """Columns of ids, and beside each which of them are learned."""
+) -> Iterator[Learned]:
+    """Columns of ids, and beside each which of them are learned; the same one by one. What is alike in a chunk is
+    encoded together."""
     for chunk in filling.chunks(*roles):
-        rows = []
+        waiting: list[dict[str, Pending]] = []
         for record in chunk:
             try:
-                rows += rows_of(record)
+                waiting += rows_of(record)
             except UsageError as error:
                 raise DataError(f"{record.where}: {error}") from None
+        done = iter(encoded(filling.coder, [row[n] for row in waiting for n in names]))
+        rows = [{n: next(done) for n in names} for _ in waiting]
+        yield from (row[n] for row in rows for n in names)
         kept = filling.add(**{n: filling.counted([row[n][0] for row in rows]) for n in names})
         for n in names:
             filling.writer.extend(f"{n}_learned", [rows[i][n][1] for i in kept], "uint8")

@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Container, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from regard.errors import UsageError, nearest
 from regard.text import template as program
@@ -77,11 +78,21 @@ def learned_chat(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     tools: Sequence[Any] | None = None,
-    first: int | None = None,
     hidden: set[str] | None = None,
 ) -> list[Learned]:
-    """A conversation as rows to learn from, mostly one: ids, and which of them the assistant said, by the template's
-    own {% generation %} blocks where it has them.
+    """A conversation as rows to learn from, mostly one: ids, and which of them the assistant said."""
+    return learned_rows(rendered_chat(tokenizer, messages, tools, hidden=hidden))
+
+
+def rendered_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    tools: Sequence[Any] | None = None,
+    first: int | None = None,
+    hidden: set[str] | None = None,
+) -> list[Rendered]:
+    """A conversation as texts to learn from, mostly one, and what of each the assistant said, by the template's own
+    {% generation %} blocks where it has them.
 
     Elsewhere a turn is what the template adds to the prompt that asks for it. Where it writes an earlier turn otherwise
     once the talk has gone on (without its thoughts, say), that turn is a row of its own: as it was said. So it is done
@@ -101,15 +112,17 @@ def learned_chat(
         if not isinstance(name, str) or name not in whole:
             how = "take another template, or leave tools and tool calls out"
             raise UsageError(f"the chat template does not show the tool {name!r:.60}; {how}")
-    if first is None and MARKED.search(tokenizer.templates["default"]):
+    blocks = MARKED.search(tokenizer.templates["default"]) is not None
+    if first is None and blocks:
         parts = re.split(f"[{OPEN}{CLOSE}]", whole)
         places = [*accumulate(map(len, parts))]
         if not (spans := [*zip(places[::2], places[1::2])]):
             raise UsageError("the chat template's generation blocks mark nothing of this")
-        return [chat.learned("".join(parts), spans)]
+        return [Rendered(chat, "".join(parts), spans)]
     spans, rows = [], []
     for i in turns:
-        said = render(chat.messages[: i + 1], reply=False)
+        last = i + 1 == len(chat.messages) and not blocks
+        said = whole if last else render(chat.messages[: i + 1], reply=False)
         if i:
             start = chat.common(render(chat.messages[:i]), said)
         else:
@@ -121,8 +134,18 @@ def learned_chat(
         if start < end and not chat.special.sub("", said[end:]).strip():
             spans.append((start, end))
         else:
-            rows.append(chat.learned(said, [(start, len(said))]))
-    return [*([chat.learned(whole, spans)] if spans else []), *rows]
+            rows.append(Rendered(chat, said, [(start, len(said))]))
+    return [*([Rendered(chat, whole, spans)] if spans else []), *rows]
+
+
+def learned_rows(rows: Sequence[Rendered]) -> list[Learned]:
+    """The ids of rendered texts, and which of them the assistant said. Those that spell no special token are encoded
+    together, on every core."""
+    plain = [row.text for row in rows if not row.chat.marks]
+    encoded = iter(rows[0].chat.tokenizer.located_all(plain) if plain else ())
+    return [
+        row.chat.learned(*row[1:], next(encoded) if not row.chat.marks else None) for row in rows
+    ]
 
 
 def strange_marks(tokenizer: Tokenizer) -> list[str]:
@@ -130,6 +153,14 @@ def strange_marks(tokenizer: Tokenizer) -> list[str]:
     talk = [{"role": role, "content": "?"} for role in ("user", "assistant")]
     marks = re.findall(r"<[^<>\s]+>", render_chat(tokenizer, talk, reply=False))
     return [m for m in dict.fromkeys(marks) if tokenizer.core.token_to_id(m) is None]
+
+
+class Rendered(NamedTuple):
+    """A text that a chat was written as, and the characters of it that the assistant said."""
+
+    chat: _Shielded
+    text: str
+    spans: list[tuple[int, int]]
 
 
 class _Shielded:
@@ -208,20 +239,37 @@ class _Shielded:
                 places += [(here + a, here + b) for a, b in spans]
         return ids, places
 
-    def learned(self, text: str, spans: list[tuple[int, int]]) -> Learned:
-        """The ids of a rendered text, and which of them have a character of these spans."""
-        ids, places = self.located(text)
-        spans = [(len(self.shown(text[:a])), len(self.shown(text[:b]))) for a, b in spans]
-        return ids, [any(a < end and b > start for start, end in spans) for a, b in places]
+    def learned(
+        self, text: str, spans: Sequence[tuple[int, int]], found: Located | None
+    ) -> Learned:
+        """The ids of a rendered text, as they may be `found` already, and which of them have a character of these
+        spans, which follow one another."""
+        ids, places = self.located(text) if found is None else found
+        said, first = [False] * len(ids), 0
+        for a, b in spans:
+            start, end = len(self.shown(text[:a])), len(self.shown(text[:b]))
+            # Tokens end where later ones do, or before.
+            first = bisect_right(places, start, first, key=lambda place: place[1])
+            last = bisect_left(places, end, first, key=lambda place: place[0])
+            said[first:last] = [True] * (last - first)
+        return ids, said
 
     def common(self, one: str, other: str) -> int:
         """Characters that two texts begin with, without a part of a special token."""
-        size = min(len(one), len(other))
-        size = next((i for i in range(size) if one[i] != other[i]), size)
+        size, most = 0, min(len(one), len(other))
+        while size < most:
+            # The half of what is left, if they agree there.
+            half = (size + most + 1) // 2
+            size, most = (half, most) if one[size:half] == other[size:half] else (size, half - 1)
         for text in (one, other):
             cuts = (m.span() for m in self.special.finditer(text, max(0, size - 200)))
             size = next((a for a, b in cuts if a < size < b), size)
         return size
+
+
+@cache
+def _has_jinja() -> bool:
+    return importlib.util.find_spec("jinja2") is not None
 
 
 def _any_of(texts: Any) -> re.Pattern[str]:
@@ -263,7 +311,7 @@ def render_chat(
     `template` is the name of one that the folder carries; `tools` are shown to it, `variables` too; `reply` opens the
     assistant's turn; `marked`: what the template wrote to be learned stands between OPEN and CLOSE of
     regard.text.template."""
-    if importlib.util.find_spec("jinja2") is None:
+    if not _has_jinja():
         raise UsageError("chat templates need jinja2; install it: pip install jinja2")
     known = tokenizer.templates
     if not known:

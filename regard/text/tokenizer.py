@@ -92,11 +92,17 @@ class Tokenizer:
 
     def located(self, text: str, *, literal: bool = False) -> Located:
         """The ids of a text, without tokens around it, and the first character of each and the one behind its last."""
-        check_unicode(text, "the text")
+        (found,) = self.located_all([text], literal=literal)
+        return found
+
+    def located_all(self, texts: Sequence[str], *, literal: bool = False) -> list[Located]:
+        """The same of many texts, which are encoded together: on every core."""
+        for text in texts:
+            check_unicode(text, "the text")
         with blaming("this text cannot be encoded"):
             core = self.literal(self.core) if literal else self.core
-            encoding = core.encode(text, add_special_tokens=False)
-        return encoding.ids, encoding.offsets
+            encodings = core.encode_batch(list(texts), add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
     def unknown(self, text: str) -> list[str]:
         """The parts of a text that have no token and become the unknown one, each once: what the model cannot read."""

@@ -9,6 +9,7 @@ import pytest
 
 from regard.errors import UsageError
 from regard.text import Tokenizer, encode_chat, needed, render_chat
+from regard.text import chat as chats
 from tests.text import tiny
 from tests.text.tiny import Files, dump
 
@@ -272,6 +273,7 @@ def test_message_cannot_pose_as_another_turn() -> None:
 
 def test_chat_without_jinja2_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
+    monkeypatch.setattr(chats, "_has_jinja", chats._has_jinja.__wrapped__)
     with pytest.raises(UsageError, match="pip install jinja2"):
         render("{{ 'a template that was not compiled before' }}")
 

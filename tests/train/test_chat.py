@@ -264,6 +264,55 @@ def test_bad_chats_are_refused_in_a_sentence(
         load("chat", Data(str(file), length=64, rows=1), Coder(read), tmp_path / "shards")
 
 
+@pytest.mark.parametrize("reads", ["chat", "prefer texts", "prefer messages"])
+def test_a_chunk_is_encoded_at_once_to_the_same_ids(
+    reads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chats and pairs of answers; those that spell a special token are encoded in their parts."""
+    read = tokenizer(CHATML)
+    turns = [
+        {"role": "user", "content": f"hi {i} <|im_end|>"[: 20 if i % 50 == 0 else 5]}
+        for i in range(200)
+    ]
+    replies = [
+        [{"role": "assistant", "content": f"{word} {i}"} for word in ("ho", "no")]
+        for i in range(200)
+    ]
+    if reads == "chat":
+        rows = [{"messages": [turn, good]} for turn, (good, _) in zip(turns, replies)]
+    elif reads == "prefer texts":
+        rows = [
+            {"prompt": t["content"], "chosen": a["content"], "rejected": b["content"]}
+            for t, (a, b) in zip(turns, replies)
+        ]
+    else:
+        rows = [
+            {"prompt": [t], "chosen": [a], "rejected": [b]} for t, (a, b) in zip(turns, replies)
+        ]
+    calls: list[int] = []
+
+    def counting(encode: Any) -> Any:
+        return lambda self, texts, **more: calls.append(len(texts)) or encode(self, texts, **more)
+
+    monkeypatch.setattr(Tokenizer, "located_all", counting(Tokenizer.located_all))
+    monkeypatch.setattr(Coder, "encode", counting(Coder.encode))
+    task = reads.split()[0]
+
+    def shards(name: str) -> Any:
+        data = Data(str(jsonl(tmp_path / "x.jsonl", rows)), length=96, rows=1, overlong="drop")
+        calls.clear()
+        return load(task, data, Coder(read), tmp_path / name).feed
+
+    feed = shards("together")
+    assert sum(n > 1 for n in calls) <= 2 and len(calls) < 60, "one at a time"
+    monkeypatch.setattr("regard.data.tokens.CHUNK", 1)
+    alone = shards("alone")
+    assert len(calls) >= 200 and alone.epoch == feed.epoch
+    for k in range(0, feed.epoch, 7):
+        one, other = feed.batch(k), alone.batch(k)
+        assert one.ids.equal(other.ids) and one.labels.equal(other.labels)
+
+
 def test_chats_share_rows_but_are_not_cut_out_of_a_stream(tmp_path: Path) -> None:
     shared = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "oh"}]
     rows = [{"messages": [USER, REPLY]}, {"conversations": shared}]
