@@ -20,11 +20,13 @@ from torch import Tensor
 class Span:
     """Positions of n tokens in each row: `index` (b n) or (1 n). `start` is set when every row is
     start, start + 1, and so on. `place` (b n) is where each token stands in its document, where
-    several share a row."""
+    several share a row. `reach` (b) is how long the texts are of which these tokens are read as a
+    part, where that is known."""
 
     index: Tensor
     start: int | None = None
     place: Tensor | None = None
+    reach: Tensor | None = None
 
     @property
     def size(self) -> int:

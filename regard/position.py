@@ -174,15 +174,18 @@ class LongRope:
             return 1.0
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_len))
 
-    def divisors(self, pos: Tensor, dtype: torch.dtype) -> Tensor:
-        """Of the frequencies, by the length of each token's text: pos (b t) -> (b t 1 r/2)."""
+    def divisors(self, pos: Tensor, dtype: torch.dtype, reach: Tensor | None = None) -> Tensor:
+        """Of the frequencies, by the length of each token's text, or by `reach` (b), where more of it is to come: pos
+        (b t) -> (b t 1 r/2)."""
         # Packed documents, which begin at 0 each, are texts of their own.
         text = (pos == 0).long().cumsum(-1)
         longest = torch.zeros_like(pos[:, :1]).repeat(1, pos.shape[1] + 1)
         last = longest.scatter_reduce(1, text, pos, "amax").gather(1, text)
         first = pos.masked_fill(pos < 0, torch.iinfo(pos.dtype).max).amin(-1)
         n = self.original_len
-        if bool(((first > 0) & (first <= n) & (pos.amax(-1) >= n)).any()):
+        if reach is not None:
+            last = torch.maximum(last, reach[:, None] - 1)
+        elif bool(((first > 0) & (first <= n) & (pos.amax(-1) >= n)).any()):
             raise UsageError(
                 f"this text grows past {n} tokens in a cache that holds its beginning: LongRoPE turns "
                 "every token of a longer text otherwise; give the whole text in one call"
@@ -232,15 +235,17 @@ class Rope:
             return self.scaling._scaled(freq, self.base)
         return freq
 
-    def angles(self, pos: Tensor, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of p w_i, (b t 1 r/2), computed in float32 at least."""
+    def angles(
+        self, pos: Tensor, dim: int, dtype: torch.dtype, reach: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin of p w_i, (b t 1 r/2), computed in float32 at least. `reach`: see Span."""
         wide = torch.promote_types(dtype, torch.float32)
         freq = self.frequencies(dim, wide).to(pos.device)
         if isinstance(self.scaling, LongRope):
             given, pairs = len(self.scaling.short), len(freq)
             if given != pairs:
                 raise UsageError(f"rope.scaling.short has {given} numbers for {pairs} pairs")
-            freq = freq / self.scaling.divisors(pos, wide)
+            freq = freq / self.scaling.divisors(pos, wide, reach)
         angle = pos.clamp(min=0).to(wide)[..., None, None] * freq
         gain = self.scaling.gain() if isinstance(self.scaling, (Yarn, LongRope)) else 1.0
         return (angle.cos() * gain).to(dtype), (angle.sin() * gain).to(dtype)

@@ -50,8 +50,8 @@ class Context:
         return self.memo[key]
 
     def angles(self, rope: Rope, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        key, pos = (rope, dim, dtype), self.pos.absolute
-        return self.once(key, lambda: rope.angles(pos, dim, dtype))
+        key, pos = (rope, dim, dtype), self.pos
+        return self.once(key, lambda: rope.angles(pos.absolute, dim, dtype, pos.reach))
 
     def turn(self, x: Tensor, rope: Rope | None, layout: str | None = None) -> Tensor:
         """x (b t h d) rotated to its positions."""

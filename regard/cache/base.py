@@ -9,7 +9,7 @@ zero before they are written: 0 * NaN is NaN, so a masked slot must hold a numbe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -98,6 +98,8 @@ class Cache:
         self.pasts: dict[int, Past] = {}
         self._fed = self.lengths
         self._was: Tensor | None = None
+        # Of the next call: how long each text is that its tokens are a part of (b).
+        self.reach: Tensor | None = None
         self._new = self._all = Span.run(0, 0, self.device)
         self._where: tuple[Tensor, Tensor, Tensor] | None = None
 
@@ -127,10 +129,12 @@ class Cache:
         self.pasts, self._fed, self._was = {}, added, None
         if start is not None and (lengths is None or bool((added == size).all())):
             self.even = start + size
-            self._new = Span.run(start, size, self.device)
+            span = Span.run(start, size, self.device)
         else:
             self.even = None
-            self._new = Span.ragged(added, size, old)
+            span = Span.ragged(added, size, old)
+        self._new = span if self.reach is None else replace(span, reach=self.reach)
+        self.reach = None
         self._where = None
         self._all = self._positions()
         return self._new

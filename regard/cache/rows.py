@@ -122,7 +122,9 @@ class Ring(Contiguous):
     def begin(self, size: int, lengths: Tensor | None = None) -> Span:
         span = super().begin(size, lengths)
         self.high = torch.maximum(self.high, self.lengths)
-        self._new = Span(span.index.expand(self.batch, -1))  # slots wrap around: no plain run
+        self._new = Span(
+            span.index.expand(self.batch, -1), reach=span.reach
+        )  # slots wrap around: no plain run
         return span
 
     def _positions(self) -> Span:

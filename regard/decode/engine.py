@@ -44,6 +44,7 @@ from regard.fast.cpu import Prepared
 from regard.kernels.c.threads import SHARED, threads_for
 from regard.kernels.triton.measured import measure, put_off, unmeasured
 from regard.machine import free_memory
+from regard.models.base import border
 
 # Lanes: of rows that have outgrown the context and are read anew for each token, or go on in a cache that forgets; and
 # that of the CUDA graph.
@@ -81,7 +82,7 @@ class Engine:
         self.model, self.rows, self.backend, self.patience = model, rows, backend, patience
         if draft is not None:
             check_draft(draft, model)
-        self.draft, self.longest = draft, context_of(model)
+        self.draft, self.longest, self.border = draft, context_of(model), border(model)
         self.modules = [*model.modules(), *(draft.modules() if draft is not None else ())]
         self.specs = model.cache_specs()
         weight = next(model.parameters())
@@ -375,7 +376,7 @@ class Engine:
                 # What all rows are fed first.
                 rows, page = self.resumed.get(request.number, []), self.pool.page
                 text = request.ids + (rows[0].ids if len(rows) == 1 else [])
-                keys = page_keys(text, page, request.salt)
+                keys = page_keys(text, page, (rows or self._rows(request))[0].salt)
                 wanted = keys[: (len(text) - 1) // page]
                 lacks = next((key for key in wanted if key not in self.pool.published), None)
                 # If that page is about to be read for another, it waits, and takes the page over.
@@ -477,7 +478,8 @@ class Engine:
         return -(-source_size(self.model, request) // self.pool.page)
 
     def _rows(self, request: Request) -> list[Row]:
-        return [Row(request, i, window=self.longest) for i in range(request.settings.samples)]
+        count = request.settings.samples
+        return [Row(request, i, window=self.longest, border=self.border) for i in range(count)]
 
     def _outgrown(self, rows: list[Row]) -> bool:
         return self.longest is not None and any(row.size > self.longest for row in rows)

@@ -41,14 +41,14 @@ from regard.decode.sampling import (
 )
 from regard.decode.settings import MOST_TOPS, Request, Settings, Tops
 from regard.fast.cpu import Prepared
-from regard.fast.cuda import Normed, Pages, SlotContext, Stream, decoder, inner, longest, why_not
+from regard.fast.cuda import Normed, Pages, SlotContext, Stream, decoder, inner, why_not
 from regard.kernels.triton.linear import MOST
 from regard.kernels.triton.measured import put_off, unmeasured
 from regard.kernels.triton.prompt import RECORDED, Pack, Part, flat, sizes_of, two, up
 from regard.kernels.triton.record import Recorder, send
 from regard.kernels.triton.sample import State, advance, best, greedy_advance
 from regard.mask import Causal, Full, Span
-from regard.models.base import Model
+from regard.models.base import Model, border
 from regard.models.embedding import Patches, context
 
 SLOTS = 64  # at least, on a GPU: rows that are not used cost nothing
@@ -486,7 +486,7 @@ def runner_of(model: Model, rows: int, pages: int, page: int, length: int, exact
     copied = tower.relative is not None or any(
         inner(a).kind == "mla" for a in tower.each("attention")
     )
-    length = min(length, longest(model) or length)
+    length = min(length, border(model) or length)
 
     def marks() -> list[tuple[int, int]]:
         return [(p.data_ptr(), p._version if copied else 0) for p in model.parameters()]

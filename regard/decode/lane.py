@@ -36,6 +36,7 @@ class Row:
     finish: str = ""
     error: str | None = None
     window: int | None = None  # the model's context
+    border: int | None = None  # of longer texts every token is turned otherwise (LongRoPE)
     guess: list[int] = field(default_factory=list)
     guessed: int = -1  # tokens said when `guess` was made
     index: Index | None = None  # of the text so far, where lookup is asked for
@@ -57,12 +58,30 @@ class Row:
         left = self.request.settings.max_new_tokens - len(self.ids) - 1
         if self.window is not None:
             left = min(left, self.window - self.size)
+        if self.border is not None and not self.far:
+            left = min(left, self.border - self.size)
         return max(0, min(wish, left))
 
     @property
     def size(self) -> int:
         """Tokens of the text so far, the prompt included."""
         return len(self.request.ids) + len(self.ids)
+
+    @property
+    def reach(self) -> int:
+        """The length that its text is read for. A search cannot be read again when it has grown, so it is read for the
+        longest that it may come to."""
+        s = self.request.settings
+        return self.size + (s.max_new_tokens if s.beams > 1 else 0)
+
+    @property
+    def far(self) -> bool:
+        return self.border is not None and self.reach > self.border
+
+    @property
+    def salt(self) -> str:
+        """What the keys of its pages begin with: those of a longer text are others."""
+        return self.request.salt + "\0far" * self.far
 
     @property
     def key(self) -> int:
@@ -207,6 +226,7 @@ class Slot:
     def __post_init__(self) -> None:
         # Tokens that the row had said when it came here.
         self.said = len(self.text) - len(self.row.request.ids)
+        self.far, self.salt = self.row.far, self.row.salt
 
 
 class Lane:
@@ -244,13 +264,15 @@ class Lane:
         for row in rows:
             slot, row.keys = self._slot(row), []
             self.slots.append(slot)
-            if first is not None and bool(row.ids) == bool(first.row.ids):
+            same = (bool(row.ids), row.far)
+            if first is not None and same == (bool(first.row.ids), first.far):
                 first.siblings.append(slot)
                 continue
             first = first or slot
             if self.prefix:
-                page, salt = self.pool.page, row.request.salt
-                slot.keys = page_keys(slot.text, page, salt, keys[: len(slot.text) // page])
+                page = self.pool.page
+                known = keys[: len(slot.text) // page] if row.far == rows[0].far else ()
+                slot.keys = page_keys(slot.text, page, slot.salt, known)
                 if not unscored(row.request, self.scores):
                     self._adopt(slot)
             # When it is put back, it finds its own.
@@ -382,6 +404,6 @@ class Lane:
             known, ids = max(0, len(row.keys) - 1), row.request.ids
             text = ids[known * page :] + row.ids[max(0, known * page - len(ids)) :]
             text = text[: (full - known) * page]
-            row.keys[known:] = page_keys(text, page, row.request.salt, row.keys[known:])
+            row.keys[known:] = page_keys(text, page, slot.salt, row.keys[known:])
             for number, key in zip(pages[known:], row.keys[known:], strict=False):
                 self.pool.publish(number, key)

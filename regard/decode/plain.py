@@ -112,6 +112,7 @@ class PlainLane(Lane):
         cache = reduce(Cache.join, begun) if begun else self._cache(slots)
         ids, lengths = padded([s.text[s.fed : s.fed + n] for s, n in group], self.where["device"])
         given: dict[str, Any] = {"cache": cache, "backend": self.backend}
+        tell(cache, [slot.row for slot in slots])
         if cache.cross is None:
             given |= sources([slot.row.request for slot in slots], self.where["device"])
         wanted = [unscored(slot.row.request, self.scores) for slot in slots]
@@ -151,6 +152,15 @@ class PlainLane(Lane):
         elif counts[0] > 1:
             cache = cache.spread(counts[0], self.model.shares_source)
         self._begin([s for each in writers for s in each], cache, logits[through][rows])
+
+    def _read_again(self) -> None:
+        """Texts that have come past the border of LongRoPE: of a longer text every token is turned otherwise."""
+        index = [i for i, s in enumerate(self.slots) if s.asked and s.row.far and not s.far]
+        rows = [self.slots[i].row for i in index]
+        if rows:
+            self.drop(index)
+        for row in rows:
+            self.admit([row])
 
     def _part(self, slots: list[Slot], cache: Cache, rows: Sequence[int]) -> None:
         """A cache is given up; some of its rows become caches of their slots."""
@@ -239,6 +249,7 @@ class PlainLane(Lane):
 
     def step(self) -> None:
         """Feed the last token (and guesses) of every row, choose, and forget the guesses that failed."""
+        self._read_again()
         if not self.live:
             return
         self._speculate()
@@ -250,6 +261,7 @@ class PlainLane(Lane):
             for i, token in zip(rows, search.last().tolist(), strict=True):
                 fed[i] = [token]
         given: dict[str, Any] = {"cache": self.cache, "backend": self.backend}
+        tell(self.cache, [slot.row for slot in self.live for _ in range(slot.times)])
         (ids, lengths), guesses = padded(fed, self.cache.device), max(map(len, fed)) > 1
         only = None if samples or len(beams) > 1 else next(iter(beams))
         banned = None if only is None else only.banned(only.groups)
@@ -376,6 +388,12 @@ class PlainLane(Lane):
         tokens = choose(logits, given, count)
         columns.said(at, tokens)
         return tokens
+
+
+def tell(cache: Cache, rows: Sequence[Row]) -> None:
+    """How long the texts are that the next call is about, where that decides how their tokens are turned."""
+    if any(row.border is not None for row in rows):
+        cache.reach = torch.tensor([row.reach for row in rows], device=cache.device)
 
 
 def places(slots: Sequence[Slot], of: Sequence[Slot]) -> list[int]:

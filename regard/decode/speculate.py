@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.cache import Contiguous
+from regard.cache import Cache, Contiguous
+from regard.models.base import border
 
 LONGEST = 3  # tokens that are looked up together; fewer where so many do not recur
 
@@ -51,7 +52,7 @@ class Draft:
     """A small model that guesses greedily, and its own cache, one row for each row of a lane."""
 
     def __init__(self, model: Any):
-        self.model = model
+        self.model, self.border = model, border(model)
         self.cache: Any = None
 
     def join(self, rows: int) -> None:
@@ -63,6 +64,11 @@ class Draft:
     def keep(self, rows: list[int]) -> None:
         self.cache = self.cache.take(torch.tensor(rows, dtype=torch.long, device=self.cache.device))
 
+    def _tell(self, cache: Cache, texts: list[list[int]]) -> None:
+        """A guess may have been turned as a short text's: it is only a guess."""
+        if self.border is not None:
+            cache.reach = torch.tensor([len(text) for text in texts], device=cache.device)
+
     def guess(self, texts: list[list[int]], room: list[int]) -> list[list[int]]:
         """For every row's text so far, what it would say next: at most `room` tokens. A row without room is not read:
         its text may be longer than the draft's context."""
@@ -73,6 +79,7 @@ class Draft:
         held = self.cache.lengths.tolist()
         fresh = [text[n:] if r else [] for text, n, r in zip(texts, held, room, strict=True)]
         ids, lengths = padded(fresh, device)
+        self._tell(self.cache, texts)
         said = [self.model.next_logits(ids, lengths, cache=self.cache).argmax(-1)]
         rooms = torch.tensor(room, device=device)
         # A state takes one call back, and guessing takes several: a fork of it is led astray.
@@ -80,6 +87,7 @@ class Draft:
         cache = self.cache.fork(torch.arange(len(room), device=device)) if astray else self.cache
         for n in range(1, most):
             more = (rooms > n).long()
+            self._tell(cache, texts)
             logits = self.model.next_logits(said[-1][:, None], more, cache=cache)
             said.append(logits.argmax(-1))
         if most > 1 and not astray:

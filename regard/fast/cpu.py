@@ -540,20 +540,20 @@ class Step:
             found |= {"last": _last(source, len(self.x)), "source": getattr(source, "table", None)}
         return found
 
-    def angles(self, key: Any, pos: Tensor, own: Any) -> tuple[Tensor, ...]:
+    def angles(self, key: Any, pos: Span, own: Any) -> tuple[Tensor, ...]:
         rope, *how = key
         if isinstance(rope.scaling, LongRope):
-            return rope.angles(pos, *how)
+            return rope.angles(pos.index, *how, pos.reach)
         if key not in self.turns:
             room = own.table.shape[1] * own.page if isinstance(own, Paged) else own.capacity
             self.turns[key] = [x[0] for x in rope.angles(torch.arange(room)[None], *how)]
-        return tuple(x[pos] for x in self.turns[key])
+        return tuple(x[pos.index] for x in self.turns[key])
 
     def play(self, x: Tensor, ctx: Context, caches: tuple) -> Tensor:
         self.x.copy_(x)
         new = self.changing(ctx, caches)
         for key in (k for k in self.memo if isinstance(k, tuple) and isinstance(k[0], Rope)):
-            new[key] = self.angles(key, ctx.pos.index, caches[0])
+            new[key] = self.angles(key, ctx.pos, caches[0])
         for key, value in new.items():
             olds = self.memo[key] if isinstance(value, tuple) else (self.memo[key],)
             for old, now in zip(olds, value if isinstance(value, tuple) else (value,), strict=True):

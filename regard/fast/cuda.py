@@ -38,7 +38,7 @@ from regard.layers import FeedForward, LMHead, RMSNorm
 from regard.mask import Span
 from regard.models import Model
 from regard.moe import MixtureOfExperts
-from regard.position import LongRope, Rope
+from regard.position import Rope
 
 SCORES = 2**25  # index scores of a prompt that are made at once
 
@@ -79,15 +79,6 @@ def why_not(model: Any) -> str:
 def inner(attention: Any) -> Any:
     """The attention that a sparse one chooses keys for; any other itself."""
     return attention.attention if attention.kind == "dsa" else attention
-
-
-def longest(model: Any) -> int | None:
-    """How long texts may be in a graph, where it is less than the model's context: LongRoPE turns every token of a
-    longer text otherwise."""
-    each = getattr(model, model.writer).config.each("attention")
-    ropes = [inner(a).rope for a in each]
-    long = (r.scaling for r in ropes if r is not None and isinstance(r.scaling, LongRope))
-    return min((scaling.original_len for scaling in long), default=None)
 
 
 def _products(tower: nn.Module) -> list[nn.Module]:

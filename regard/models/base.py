@@ -16,6 +16,7 @@ from regard.cache import LAYOUTS, Cache, CacheSpec, Contiguous, OutOfPages, Page
 from regard.errors import UsageError, nearest
 from regard.mask import Span
 from regard.moe import MixtureOfExperts
+from regard.position import LongRope
 
 WRITER = "regard.checkpoint"
 Lengths = Tensor | list[int] | None  # of the rows of a ragged batch, (b)
@@ -233,6 +234,18 @@ def positions(
     if cache is not None:
         return cache.begin(t, lengths)
     return Span.run(0, t, ids.device) if lengths is None else Span.ragged(lengths, t)
+
+
+def border(model: Any) -> int | None:
+    """The longest text whose tokens are turned as a short one's: in a longer one LongRoPE turns all of them otherwise.
+    None if there is none."""
+    tower: Any = getattr(getattr(model, model.writer), "config", None)
+    # Recurrent ones have none.
+    each = tower.each("attention") if hasattr(tower, "each") else ()
+    found = [getattr(a, "attention", a) for a in each]
+    scalings = [rope.scaling for a in found if (rope := getattr(a, "rope", None)) is not None]
+    long = (scaling.original_len for scaling in scalings if isinstance(scaling, LongRope))
+    return min(long, default=None)
 
 
 def check_ids(ids: Tensor, vocab: int, name: str = "ids") -> None:
