@@ -355,12 +355,8 @@ class Engine:
 
     def _admit(self) -> None:
         """The next requests, as many as fit, into their lanes."""
-        while self.waiting and not (self.trials or self._fits(self.waiting[0], *self._room())):
-            first = self.waiting[0]
-            lower = [r for r in self._active() if r.rank[:2] > first.rank[:2]]
-            if not lower and not (lower := self._long_served(first)):
-                break
-            self._put_back(max(lower, key=RANK))
+        if not self.trials:
+            self._make_room()
         room, pages = self._room()
         # Keys of the pages that others will publish.
         fresh = (slot for lane in self.lanes.values() for slot in lane.slots if slot.fresh)
@@ -389,22 +385,39 @@ class Engine:
         for lane in self._graphs():
             lane.waiting = bool(self.waiting)
 
+    def _make_room(self) -> None:
+        """Put back who is of a later rank than those who wait, or has been served for long: room for all of these, so
+        that nobody who comes behind many waits for as many steps."""
+        rows, pages = self._room()
+        for request in list(self.waiting):
+            while not self._fits(request, rows, pages):
+                lower = [r for r in self._active() if r.rank[:2] > request.rank[:2]]
+                if not lower and not (lower := self._long_served(request)):
+                    return
+                before = self._room()
+                self._put_back(max(lower, key=RANK))
+                rows, pages = (x + y - z for x, y, z in zip((rows, pages), self._room(), before))
+            rows, pages = rows - self._times(request), pages - self._need(request)
+
     def _long_served(self, first: Request) -> list[Request]:
-        """If the first in the queue has waited long enough, twice as long for each turn that it has had: of its own
-        turn, who has had its row the longest, if that has come further since; its turn is the next one from now on. A
-        search would begin anew, so it goes on."""
-        late = time.monotonic() - self.patience * 2 ** min(first.turn, LATEST)
+        """If one in the queue has waited long enough, twice as long for each turn that it has had: of those whose turn
+        is not after its own, who has had its row for as long and the longest, if that has come further since; its turn
+        is the next one from now on. A search would begin anew, so it goes on; and the late ones of a client's many
+        prompts are no reason to put others back."""
+        turn = first.rank[1]
+        late = time.monotonic() - self.patience * 2 ** min(turn, LATEST)
         served: dict[int, Request] = {}
-        if first.since > late:
+        if first.since > late or first.turn > LATEST:
             return []
         for row in (row for lane in self.lanes.values() for row in lane.rows):
             request, plain = row.request, row.request.settings.beams == 1
-            if plain and request.rank[:2] == first.rank[:2] and len(row.ids) > request.had:
+            equal = request.priority == first.priority and request.rank[1] <= turn
+            if plain and equal and len(row.ids) > request.had:
                 served[request.number] = request
         longest = min(served.values(), key=attrgetter("since"), default=None)
         if longest is None or longest.since > late:
             return []
-        longest.turn += 1
+        longest.yielded = turn + 1 - longest.turn
         return [longest]
 
     def _enter(self, request: Request, keys: Sequence[bytes] = ()) -> None:

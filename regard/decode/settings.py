@@ -283,9 +283,10 @@ class Request:
     mask: Callable[[int, list[int]], Any] | None = None
     # Once it is admitted: tokens of the prompt whose pages others had left.
     cached: int | None = None
-    # Of the engine: since when it waits or runs, and the tokens that it had then.
+    # Of the engine: since when it waits or runs, the tokens that it had then, and how often it has yielded its row.
     since: float = field(default=0.0, init=False)
     had: int = field(default=0, init=False)
+    yielded: int = field(default=0, init=False)
 
     @property
     def read(self) -> list[int]:
@@ -296,8 +297,9 @@ class Request:
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """The order in which requests are served: by priority, by turn, the oldest first."""
-        return -self.priority, self.turn, self.number
+        """The order in which requests are served: by priority, by turn, the oldest first. Who yields its row has a
+        later turn."""
+        return -self.priority, self.turn + self.yielded, self.number
 
 
 @dataclass

@@ -518,24 +518,10 @@ def _largest(first: Tensor, cells: Tensor, down: int, across: int) -> Tensor:
 
 
 class Steps(Probe):
-    """A probe of whole heads, or of these layers, heads and rows of them; more than `most` cells
-    are refused."""
+    """A probe of whole heads, or of these layers, heads and rows of them."""
 
     def __init__(self, *chosen: Sequence[Any] | None, most: float = math.inf):
-        super().__init__(*chosen, what=("weight", "score", "norm", "raw"))
-        self.most = most
-
-    def _note(self, site: str, *how: Any, **more: Any) -> None:
-        super()._note(site, *how, **more)
-        cells = 0
-        for h, t, s in self.sizes.values():
-            heads, rows = self.heads or range(h), range(t) if self.rows is None else self.rows
-            cells += len(heads) * len(rows) * s
-        if cells > self.most:
-            raise UsageError(
-                f"these maps have more than {self.most:,} weights; ask for fewer layers, heads "
-                "or rows at once"
-            )
+        super().__init__(*chosen, what=("weight", "score", "norm", "raw"), most=most)
 
     def filled(self, layer: Layer) -> Layer:
         """The layer with the heads that were watched in full."""

@@ -22,6 +22,7 @@ instead (heads joined along axis 1)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -56,7 +57,7 @@ class Probe:
     `rows`: queries of a call, -1 being its last; rows that a call does not have are left out. Heads
     and rows come in ascending order. Keys are those the layer saw, in its cache's order. In a beam
     search a step's rows are the beams as they stood then; to see a finished text whole, feed it
-    once more."""
+    once more. More than `most` cells of one kind are refused before they are made."""
 
     def __init__(
         self,
@@ -66,13 +67,14 @@ class Probe:
         *,
         what: str | Iterable[str] = "weight",
         reduce: Callable[[Tensor], Tensor] | None = None,
+        most: float = math.inf,
     ):
         layers = [layers] if isinstance(layers, str) else layers
         self.layers = None if layers is None else set(layers)
         self.heads = None if heads is None else sorted(set(heads))
         self.rows = None if rows is None else list(rows)
         self.what = (what,) if isinstance(what, str) else tuple(what)
-        self.reduce = reduce
+        self.reduce, self.most = reduce, most
         for kind in self.what:
             if kind not in KINDS:
                 raise UsageError(f"probe: there is no map {kind!r}; {nearest(kind, KINDS)}")
@@ -117,6 +119,15 @@ class Probe:
         # A sink's logit stands in its first column.
         biased = terms.bias is not None and bool(terms.bias[..., terms.sinks :].any())
         self.sizes[site] = size
+        cells = 0
+        for h, t, s in self.sizes.values():
+            heads, rows = self.heads or range(h), range(t) if self.rows is None else self.rows
+            cells += len(heads) * len(rows) * s
+        if cells > self.most:
+            raise UsageError(
+                f"these maps have more than {self.most:,} weights; ask for fewer layers, heads "
+                "or rows at once"
+            )
         self.how[site] = {
             "scale": terms.scale,
             "biased": biased,

@@ -11,11 +11,14 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 from itertools import accumulate, chain, repeat
+from operator import itemgetter
 from typing import Any
 
 import msgspec
 import torch
+from msgspec import Raw, json
 
 from regard.decode.check import context_of, written
 from regard.decode.defaults import folder_settings, settings_of, special_of
@@ -38,6 +41,7 @@ NEEDS |= {"function_call_output": ["call_id", "output"]}
 # Of a chat's fields, what /v1/responses calls them.
 NAMES = {"messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens"}
 ECHOED = "user max_tool_calls prompt_cache_key prompt_cache_retention safety_identifier"
+MANY = 4096  # log probabilities that are written in the event loop, or by a worker at a time
 # How models that think before they answer end their thoughts.
 THOUGHT = b"</think>"
 Data = dict[str, Any]
@@ -74,6 +78,14 @@ class Ask:
             raise Refusal(400, why, "priority")
         self.created, self.usage = int(time.time()), {"prompt": sum(map(len, prompts)), "new": 0}
         self.cached = self.thought = 0
+        # Log probabilities for each token, if they are listed, and in all.
+        self.listed = 1 + self.settings.top_logprobs if "top_logprobs" in more else 0
+        tokens = len(prompts) * self.n * new
+        tokens += self.usage["prompt"] if self.settings.prompt_logprobs else 0
+        self.numbers = tokens * self.listed
+        if self.numbers > app.limits.numbers:
+            why = f"up to {self.numbers:,} log probabilities; this server gives {app.limits.numbers:,}"
+            raise Refusal(400, f"{why}: ask for fewer, or of fewer tokens", "logprobs")
 
     def asked(self, given: Data, more: Data) -> Data:
         """The engine's settings of a body's fields, and `more` of them; else as the model's folder says; else one
@@ -121,7 +133,7 @@ class Ask:
         wake, tickets, model = asyncio.Event(), list[Ticket](), self.host.model
         more: Data = {"salt": self.salt, "priority": self.priority}
         more["deadline"] = time.monotonic() + self.app.limits.deadline
-        with self.host.room(self.usage["prompt"]):
+        with self.host.room(self.usage["prompt"], self.numbers):
             try:
                 for i, ids in enumerate(self.prompts):
                     # As many rows of this client come before it, and its own: those of others come in between.
@@ -144,7 +156,8 @@ class Ask:
                 if all(ticket.results is not None for ticket in tickets):
                     pairs = zip(self.prompts, tickets)
                     texts = [(ids, r.ids) for ids, ticket in pairs for r in ticket.results or []]
-                    self.app.remember(self.name, Ran(self.x.who, self.host.name, texts))
+                    size = sum(len(prompt) + len(answer) for prompt, answer in texts)
+                    self.app.remember(self.name, Ran(self.x.who, self.host.name, texts, size))
 
     def checked(self, ticket: Ticket) -> list[Result]:
         """Results that are answers."""
@@ -211,21 +224,40 @@ class Ask:
             f"{new}_tokens_details": {"reasoning_tokens": self.thought},
         }
 
+    async def made(
+        self, batch: list[Said], choices: Callable[..., list[Data]]
+    ) -> list[tuple[int, Any]]:
+        """Choices by the number of their answer. Where many tokens are listed, a worker makes them, some answers at a
+        time, and they are JSON at once: it takes its time to name the best tokens of each place."""
+        groups, listed = [list[Said]()], 0
+        for each in batch:
+            if listed > MANY:
+                groups, listed = [*groups, []], 0
+            groups[-1].append(each)
+            listed += len(each[2]) * self.listed
+        if len(groups) == 1 and listed <= MANY:
+            return [(each[0], choice) for each in batch for choice in choices(*each)]
+
+        def coded(group: list[Said]) -> list[tuple[int, Any]]:
+            return [(each[0], Raw(json.encode(c))) for each in group for c in choices(*each)]
+
+        return [c for group in groups for c in await self.app.worker(partial(coded, group))]
+
     async def send(
         self, body: Any, head: Data, choices: Callable[..., list[Data]], first: Sequence[Data] = ()
     ) -> None:
         """The answer, or a chunk for each choice; `choices` makes them of what an answer says."""
         x, options = self.x, body.stream_options
         if not body.stream:
-            made = [c async for batch in self.said(False) for each in batch for c in choices(*each)]
-            made.sort(key=lambda choice: choice["index"])
-            await x.json({**head, "choices": made, "usage": self.spent()})
+            found = [c async for batch in self.said(False) for c in await self.made(batch, choices)]
+            answers = [choice for _, choice in sorted(found, key=itemgetter(0))]
+            await x.json({**head, "choices": answers, "usage": self.spent()})
             return
         usage = options is not None and bool(options.include_usage)
         more = {"usage": None} if usage else {}
         with self.app.streaming():
             async for batch in self.said(True):
-                made = [c for each in batch for c in choices(*each)]
+                made = [choice for _, choice in await self.made(batch, choices)]
                 if not x.status:
                     await x.stream()
                     made = [*first, *made]

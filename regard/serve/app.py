@@ -56,7 +56,13 @@ def own_name(host: str) -> bool:
     name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
     with suppress(ValueError):
         return bool(ip_address(name.strip("[]")))
-    return name.lower() in ("localhost", socket.gethostname().lower(), socket.getfqdn().lower())
+    return name.lower() in own_names()
+
+
+@functools.cache
+def own_names() -> set[str]:
+    """What this machine is called; asked once, since a name server may take seconds for it."""
+    return {"localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
 
 
 def page_files() -> dict[str, tuple[bytes, str]]:
@@ -76,7 +82,10 @@ class App(Models):
     def __init__(self, folders: Mapping[str, str | Path], **more: Any):
         super().__init__(folders, **more)
         self.draining, self.files, self.held = False, page_files(), Held()
+        # What takes its time is made now, and not in front of a request.
         described()
+        if not self.local and self.guard.path is None:
+            own_names()
         # Workers and processes begin now: later there may be no file left for their pipes.
         for _ in range(2):
             self.pool.submit(time.sleep, 0.01)

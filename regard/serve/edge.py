@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from hmac import compare_digest
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -25,7 +25,7 @@ from regard.errors import UsageError
 from regard.files import write_whole
 
 LOG = logging.getLogger("regard.serve")
-SMALL = 64 << 10  # bytes of a body that there is always room for
+SMALL = 64 << 10  # bytes of a body that there is always room for, and of what is written at a time
 T = TypeVar("T")
 PUBLIC = {"/health", "/ready"}  # of these no key is asked
 CHECKED = 1.0  # seconds between looks at the file of keys
@@ -49,7 +49,7 @@ class Limits:
     """What a client may ask for. /v1/limits tells; those that differ between servers are flags of `regard serve`."""
 
     body: int = 2 << 20  # bytes of a request
-    # Bytes of all requests that are being answered, but for the first 64 KiB of each.
+    # Bytes of all requests that are being answered, and of answers on their way, but for the first 64 KiB of each.
     bodies: int = 64 << 20
     headers: int = 100  # fields of a request, which together have at most 64 KiB
     prompt: int = 131_072  # tokens of a prompt, or the model's context
@@ -59,6 +59,8 @@ class Limits:
     schema: int = 65_536  # bytes of a schema
     queue: int = 256  # requests that run and wait, for each model; more are told to come back
     queue_tokens: int = 1 << 21  # of their prompts, for each model
+    # Numbers in the answers that a model is making: log probabilities, maps, vectors.
+    numbers: int = 1 << 22
     # Tokens of a text that is read in one piece: an encoder's, a vector's, a look's.
     whole: int = 4096
     streams: int = 1024  # streams that are open
@@ -210,16 +212,20 @@ class Exchange:
         """Send; a client that does not read is dropped, with all that waits for it."""
         # uvicorn's side of the connection, which waits only when it has too much to send.
         cycle: Any = getattr(self.send, "__self__", None)
-        paused = getattr(getattr(cycle, "flow", None), "write_paused", None)
-        if paused is False:
+        if getattr(getattr(cycle, "flow", None), "write_paused", None) is False:
             return await self.send(message)
         try:
             async with asyncio.timeout(self.limits.write_timeout):
                 await self.send(message)
         except TimeoutError:
-            if paused:
-                cycle.transport.abort()
-            raise Gone from None
+            self.drop()
+
+    def drop(self) -> NoReturn:
+        """End the connection, with what lies in it."""
+        transport = getattr(getattr(self.send, "__self__", None), "transport", None)
+        if transport is not None:
+            transport.abort()
+        raise Gone from None
 
     async def begin(self, status: int, headers: dict[str, str]) -> None:
         self.status = status
@@ -229,8 +235,16 @@ class Exchange:
 
     async def reply(self, content: bytes, kind: str, status: int = 200, **headers: str) -> None:
         about = {"content-type": kind, "content-length": str(len(content))}
+        self.hold(self.held + len(content) - SMALL)
         await self.begin(status, about | headers)
-        await self.done(content)
+        # A part at a time, as the client reads them: it is held until it has gone.
+        last = max(0, len(content) - 1) // SMALL * SMALL
+        for start in range(0, last, SMALL):
+            body = content[start : start + SMALL]
+            await self.write({"type": "http.response.body", "body": body, "more_body": True})
+            if time.monotonic() > self.began + self.limits.deadline:
+                self.drop()
+        await self.done(content[last:])
 
     async def json(self, data: Any, status: int = 200, **headers: str) -> None:
         await self.reply(msgspec.json.encode(data), "application/json", status, **headers)

@@ -51,7 +51,7 @@ PAUSE = 39  # times as long as a look took, until the next one
 PATIENCE = 0.1  # seconds that a request waits for a row before long answers take turns
 HOLD = 0.02  # seconds: between two calls of the event loop, and to gather requests at the start
 LOOKED_AT = 256  # requests that ran, kept so that they can be looked into
-LOOKED_TOKENS = 1 << 16  # of one of them
+LOOKED_TOKENS = 1 << 16, 1 << 20  # of one of them, and of all
 T = TypeVar("T")
 Entry = tuple[int, float | None, Tops]  # a token, its log probability, the best ones there
 
@@ -229,9 +229,10 @@ class Host:
         self.tickets: dict[int, Ticket] = {}
         self.said: list[Said] = []
         self.told = 0.0
-        # Of the event loop: tickets that are not done; requests that have room here, and their tokens.
+        # Of the event loop: tickets that are not done; requests that have room here, their tokens, and the
+        # numbers of their answers.
         self.open: set[Ticket] = set()
-        self.requests = self.tokens = 0
+        self.requests = self.tokens = self.numbers = 0
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.jobs, self.looks = deque[Job](), deque[Job]()
         self.next_look = self.next_warm = 0.0
@@ -264,21 +265,26 @@ class Host:
         return self.known.get(index, b"")
 
     @contextmanager
-    def room(self, tokens: int) -> Iterator[None]:
-        """Room for a request of so many tokens, given back at its end; or it is told to come back."""
+    def room(self, tokens: int, numbers: int = 0) -> Iterator[None]:
+        """Room for a request of so many tokens, and numbers in its answer, given back at its end; or it is told to come
+        back."""
         limits = self.models.limits
         if self.dead is not None or self.closing:
             raise Refusal(503, f"{self.name} is not being served now", code="unavailable", wait=5)
         full = self.requests >= limits.queue
         # Alone a request may be as large as its own limits let it.
-        if full or (self.requests and self.tokens + tokens > limits.queue_tokens):
+        full |= bool(self.tokens) and self.tokens + tokens > limits.queue_tokens
+        full |= bool(self.numbers and numbers) and self.numbers + numbers > limits.numbers
+        if full:
             why = f"{self.name} has {self.requests} requests of {self.tokens:,} tokens"
             raise Refusal(429, f"{why}; come back later", code="queue_full", wait=1)
         self.requests, self.tokens = self.requests + 1, self.tokens + tokens
+        self.numbers += numbers
         try:
             yield
         finally:
             self.requests, self.tokens = self.requests - 1, self.tokens - tokens
+            self.numbers -= numbers
 
     def submit(self, ticket: Ticket) -> None:
         """Put a request that has room into the engine's queue; what is wrong with it becomes its fault. Who submits
@@ -293,14 +299,11 @@ class Host:
             self.inbox.put(lambda: self._cancel(ticket))
 
     async def work(
-        self,
-        pieces: Generator[None, None, T],
-        tokens: int,
-        param: str = "input",
+        self, pieces: Generator[None, None, T], tokens: int, numbers: int, param: str = "input",
         look: bool = False,
-    ) -> T:
-        """What a job returns that reads so many tokens; a mistake in `param` is named."""
-        with self.room(tokens):
+    ) -> T:  # fmt: skip
+        """What a job returns that reads so many tokens and says so many numbers; a mistake in `param` is named."""
+        with self.room(tokens, numbers):
             job = Job(pieces, self.models.limits)
             self.inbox.put(lambda: (self.looks if look else self.jobs).append(job))
             try:
@@ -428,6 +431,7 @@ class Ran(NamedTuple):
     user: str
     model: str
     texts: list[tuple[list[int], list[int]]]
+    tokens: int
 
 
 class Models:
@@ -525,10 +529,11 @@ class Models:
             self.guard.left(x.user, "tokens", sum(tokens.values()))
 
     def remember(self, name: str, ran: Ran) -> None:
-        """Keep the ids of a request for /v1/look: the last ones, if they are not too long."""
-        if sum(len(prompt) + len(answer) for prompt, answer in ran.texts) <= LOOKED_TOKENS:
+        """Keep the ids of a request for /v1/look: the last ones, if they are not too long, nor all together."""
+        one, most = LOOKED_TOKENS
+        if ran.tokens <= one:
             self.ran[name] = ran
-        if len(self.ran) > LOOKED_AT:
+        while len(self.ran) > LOOKED_AT or sum(r.tokens for r in self.ran.values()) > most:
             self.ran.popitem(last=False)
 
 

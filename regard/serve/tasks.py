@@ -34,7 +34,6 @@ from regard.text import needed
 CELLS = 4 << 20  # numbers of maps in one answer
 PIECE = 1 << 14  # characters that are tokenised, and numbers that are written as JSON, at a time
 URLS = ("data:image/png;base64", "data:image/jpeg;base64")
-LARGE = "these maps are too large for one answer; name layers, heads or rows"
 R = TypeVar("R")
 Pieces = Generator[None, None, R]
 
@@ -104,7 +103,9 @@ async def embeddings(app: Models, x: Exchange, body: shapes.Embedding) -> None:
     rows = await in_turn(app, given, read)
     sizes = [len(row) for row in rows]
     check_whole(app, sizes)
-    vectors = await host.work(_vectors(host, embedder, rows, body), sum(sizes))
+    parts: Any = [getattr(host.model.config, name) for name in host.model.towers]
+    numbers = len(rows) * (*parts, host.model.config)[0].dim
+    vectors = await host.work(_vectors(host, embedder, rows, body), sum(sizes), numbers)
     data = [{"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(vectors)]
     app.spent(x, host, prompt=sum(sizes))
     usage = {"prompt_tokens": sum(sizes), "total_tokens": sum(sizes)}
@@ -153,14 +154,14 @@ async def translations(app: Models, x: Exchange, body: shapes.Translation) -> No
     # Empty lines stay empty.
     empty = Result([], [], 0.0, "eos", text="")
     results = [next(found)[0] if line.strip() else empty for line in lines]
+    listed = await app.worker(lambda: [chat_logprobs(host, entries_of(r)) for r in results])
     data: list[dict[str, Any]] = [
-        {"index": i, "text": r.text, "score": r.score, "finish_reason": r.finish}
-        | {"logprobs": chat_logprobs(host, entries_of(r))}
-        for i, r in enumerate(results)
+        {"index": i, "text": r.text, "score": r.score, "finish_reason": r.finish, "logprobs": each}
+        for i, (r, each) in enumerate(zip(results, listed))
     ]
     if body.align:
         sizes = [len(prompt) for prompt in ask.prompts]
-        words = await host.work(_aligned(host, lines, results), sum(sizes), "align")
+        words = await host.work(_aligned(host, lines, results), sum(sizes), 0, "align")
         for row, pairs in zip(data, words):
             row["align"] = pairs
     await x.json({**about, "data": data, "usage": ask.spent()})
@@ -201,7 +202,8 @@ async def classify(app: Models, x: Exchange, body: shapes.Classification) -> Non
             yield
         return rankings
 
-    found = iter(await host.work(run(), sum(sizes)))
+    numbers = len(whole) * min(body.top or len(classifier.names), len(classifier.names))
+    found = iter(await host.work(run(), sum(sizes), numbers))
     each = [[] if row is None else next(found) for row in rows]
     data = [{"index": i, "labels": labels} for i, labels in enumerate(each)]
     await x.json({"object": "list", "model": host.name, "data": data})
@@ -236,7 +238,7 @@ async def fill_masks(app: Models, x: Exchange, body: shapes.Fill) -> None:
             yield
         return data
 
-    data = await host.work(run(), len(ids))
+    data = await host.work(run(), len(ids), len(ids) * body.top)
     await x.json({"object": "list", "model": host.name, "data": data})
 
 
@@ -277,16 +279,10 @@ async def look(app: Models, x: Exchange, body: shapes.Look) -> None:
         longest = getattr(model.config, "max_len", None)
         if longest is not None and len(ids) > longest:
             raise UsageError(f"{len(ids)} tokens are more than the context of {longest}")
-        heads = sum(1 for m in model.modules() if hasattr(m, "heads")) if body.heads is None else 1
-        rows = len(ids) if body.rows is None else len(body.rows)
-        if rows * len(ids) * max(1, heads) > CELLS:
-            raise UsageError(LARGE)
         more = {} if source is None else {"source": torch.tensor([source], device=device)}
-        probe = Probe(**chosen, what=body.what)
+        probe = Probe(**chosen, what=body.what, most=CELLS)
         model.hidden(torch.tensor([ids], device=device), probe=probe, **more)
         found = {site: each[0][0].float() for site, each in probe.of(body.what).items()}
-        if sum(m.numel() for m in found.values()) > CELLS:
-            raise UsageError(LARGE)
         yield
         maps, size = dict[str, list[list[Raw]]](), 0
         for site, each in found.items():
@@ -313,13 +309,27 @@ async def look(app: Models, x: Exchange, body: shapes.Look) -> None:
         return exact_maps(model, about, None if start else begins or None, most=CELLS, **chosen)
 
     kind, size = {"object": "attention", "model": host.name}, len(ids) + len(source or ())
+    rows = len(ids) if body.rows is None else len(set(body.rows))
+    cells = rows * max(len(ids), len(source or ())) * heads_of(model.config, body.heads)
+    cells = min(CELLS, cells)
     if body.encoding_format == "base64":
-        await x.json({**kind, "views": await host.work(views(), size, "layers", look=True)})
+        seen = await host.work(views(), size, cells, "layers", look=True)
+        await x.json({**kind, "views": seen})
         return
-    maps = await host.work(run(), size, "layers", look=True)
+    maps = await host.work(run(), size, cells, "layers", look=True)
     shown_as = {"tokens": ids} | ({} if source is None else {"source": source})
     texts = {name: [shown(host.token(i)) for i in row] for name, row in shown_as.items()}
     await x.json({**kind, "what": body.what, **texts, "answer": begins, "maps": maps})
+
+
+def heads_of(config: Any, heads: Sequence[int] | None) -> int:
+    """Maps that a look at these heads (None: all) of every layer shows."""
+    towers = (getattr(config, name, None) for name in ("tower", "encoder", "decoder"))
+    counts = list[int]()
+    for tower in filter(None, towers):
+        sites = (*tower.each("attention"), *[tower.cross] * tower.layers)
+        counts += [getattr(site, "heads", 0) for site in sites]
+    return max(1, sum(counts if heads is None else (min(n, len(set(heads))) for n in counts)))
 
 
 async def admin_load(app: Models, x: Exchange, body: shapes.Model) -> None:
@@ -329,7 +339,7 @@ async def admin_load(app: Models, x: Exchange, body: shapes.Model) -> None:
 
     async def load() -> None:
         if body.model not in app.hosts:
-            await app.worker(lambda: app.load(body.model))
+            await app.worker(lambda: app.load(body.model), "model")
 
     await app.change(load())
     await x.json({"model": body.model, "loaded": True})

@@ -65,6 +65,37 @@ def test_who_has_waited_long_takes_the_row_of_the_longest_served(way: str) -> No
         assert order.index(3) == (0 if patience == 0.0 else 2), order
 
 
+@ways
+def test_room_is_made_for_all_who_have_waited(way: str) -> None:
+    """As many as there are rows at a time: one behind many does not wait for as many steps."""
+    long, short = Settings(max_new_tokens=40), Settings(max_new_tokens=1)
+    asked = [(p, long) for p in prompts([3] * 24)] + [([1, 2], short)]
+    engine, steps = engine_of(way, rows=8, patience=0.0), 0
+    for i, (prompt, settings) in enumerate(asked):
+        engine.submit(request("gqa_rope", prompt, settings, key=i))
+    while not any(event.done for event in engine.step()):
+        steps += 1
+    assert steps < 12
+    while not engine.idle:
+        engine.step()
+    full(engine.pool)
+
+
+@ways
+def test_long_answers_take_turns_until_they_end(way: str) -> None:
+    """Also with those who came last, for whom nobody waits who is new."""
+    engine, said = engine_of(way, rows=2, patience=0.0), dict.fromkeys(range(6), 0)
+    for i, prompt in enumerate(prompts((3, 5, 4, 6, 3, 5))):
+        settings = Settings(max_new_tokens=24)
+        engine.submit(request("gqa_rope", prompt, settings, key=i))
+    done = False
+    while not done:
+        for event in engine.step():
+            said[event.request] += event.token is not None
+            done |= event.done is not None
+    assert min(said.values()) > 8, said
+
+
 @pytest.mark.parametrize("kind", [{"beams": 2}, {}])
 def test_turns_come_to_an_end(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """However little patience there is: who is put back has come further, and a search is not put back."""

@@ -132,6 +132,11 @@ def slow_readers(a: Attacker) -> None:
     a.hold([a.open(COMPLETIONS, body, window=1024) for _ in range(8)])
 
 
+def unread_maps(a: Attacker) -> None:
+    body = {"model": "demo", "input": [5] * 500, "encoding_format": "base64"}
+    a.hold([a.open(LOOK, body, window=1024) for _ in range(20)])
+
+
 def leavers(path: str, body: dict[str, Any], count: int = 60) -> Callable[[Attacker], None]:
     def run(a: Attacker) -> None:
         for _ in range(count):
@@ -360,6 +365,27 @@ ATTACKS: dict[str, Attack] = {
         COMPLETIONS,
         lambda: complete([[7] * 400] * 128, max_tokens=0, echo=True, logprobs=20),
     ),
+    # Answers that are large when they are there: these are waited for.
+    "answers, each token with 20 more": posts(
+        COMPLETIONS, lambda: complete(["Sort:"] * 4, n=16, logprobs=20, max_tokens=40)
+    ),
+    "chats, each token with 20 more": posts(
+        CHAT, lambda: chat(n=16, logprobs=True, top_logprobs=20, max_tokens=60)
+    ),
+    "echoes, each token with 20 more": posts(
+        COMPLETIONS, lambda: complete([[7] * 400] * 12, max_tokens=0, echo=True, logprobs=20)
+    ),
+    "16 million log probabilities": posts(
+        COMPLETIONS, lambda: complete(["Sort:"] * 128, n=16, logprobs=20)
+    ),
+    "copies of an answer": posts(
+        COMPLETIONS,
+        lambda: complete(["Sort:"] * 16, n=16, temperature=0, logprobs=20, max_tokens=30),
+    ),
+    "maps of 500 tokens": posts(
+        LOOK, lambda: {"model": "demo", "input": [5] * 500, "encoding_format": "base64"}
+    ),
+    "maps that nobody reads": unread_maps,
     "128 prompts, 32 beams": posts(
         COMPLETIONS, lambda: complete([f"Sort: {i}" for i in range(128)], beams=32, n=16)
     ),

@@ -295,7 +295,7 @@ class Law:
         while len(canary.waits) < 20 or len(canary.gaps) < 20:
             time.sleep(0.05)
         canary.seen()
-        self.use()
+        self.use(whole=quiet > 1)
         canary.seen()
         self.shared = pool.submit(shared, quiet).result()
         self.usual = self.canary.seen().wait
@@ -303,15 +303,19 @@ class Law:
         self.before = server.memory()
         self.broken: list[str] = []
 
-    def use(self) -> None:
-        """Everything once, so that what is kept from then on is no growth: pages, grammars, processes."""
+    def use(self, whole: bool) -> None:
+        """Everything once, so that what is kept from then on is no growth: grammars, processes, and, `whole`, pools
+        of pages."""
         bodies = [*BODIES.items(), (CHAT, schema({"type": "integer"}, max_tokens=2))]
-        bodies += [(COMPLETIONS, complete([[5 + i] * 500 for i in range(64)], max_tokens=1))]
+        sizes = {"demo": 500} | ({"llama": 1900} if whole else {})
+        for model, size in sizes.items():
+            prompts = [[5 + i] * size for i in range(64)]
+            bodies += [(COMPLETIONS, complete(prompts, model, max_tokens=1))]
         bodies += [
             (TOKENIZE, {"model": name, "prompt": "a " * 20_000}) for name in ("demo", "llama")
         ]
         for path, body in bodies:
-            attacker = Attacker(self.server.port, 60.0)
+            attacker = Attacker(self.server.port, 120.0)
             assert attacker.post(path, body) in (200, 400), (path, attacker.found)
 
     def run(self, name: str, times: int, patience: float, every: int = 1) -> Line:

@@ -141,6 +141,20 @@ def test_names_that_a_stranger_gave_this_machine(plain: Client) -> None:
         plain.app.local = True
 
 
+def test_nobody_waits_for_a_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this machine is called is asked before the first request, and once."""
+    asked = list[str]()
+    monkeypatch.setattr(socket, "getfqdn", lambda: asked.append("name") or "here.example")  # type: ignore[func-returns-value]
+    apps.own_names.cache_clear()
+    with running({"demo": "demo"}, local=False) as client:
+        assert asked == ["name"]
+        for name, status in (("evil.example", 403), ("here.example", 200), ("HERE.example", 200)):
+            headers = {"host": name, "origin": f"http://{name}"}
+            assert client.request("POST", "/v1/completions", ASK, headers)[0] == status
+        assert asked == ["name"]
+    apps.own_names.cache_clear()
+
+
 def test_a_key_bounds_the_priority_of_its_requests(tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
     ann, bob = (new_key(keys, name, False) for name in ("ann", "bob"))

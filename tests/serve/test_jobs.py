@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ import regard
 from regard.decode.engine import Engine
 from regard.layers import Classify
 from regard.models.adapt import with_head
+from regard.see.probe import Recorder
+from regard.serve import answers, tasks
+from regard.serve.app import App
 from regard.serve.edge import Limits
-from regard.serve.host import PAUSE, Host, Job
+from regard.serve.host import PAUSE, Host, Job, Ran
 from tests.serve.running import Client, running
 from tests.serve.test_faults import LONG, SHORT, head
 from tests.test_cli import SMALL, folder, put
@@ -240,6 +244,138 @@ def test_bodies_are_bounded_together_and_given_back(
     assert client.app.held.bytes == 0
     # Alone it may be larger than all together; its text is too long for the model.
     assert client.request("POST", "/v1/embeddings", unfinished + b'"}')[0] == 400
+
+
+def test_answers_are_bounded_together_and_given_back(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that nobody reads is held, part by part, no longer than its deadline; there is room for small ones."""
+    monkeypatch.setattr(client.app, "limits", Limits(bodies=300_000, deadline=2.0))
+    for sock in client.server.servers[0].sockets:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    large = {"model": "demo", "input": ["a"] * 400}
+    body = json.dumps(large).encode()
+    with socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect(("127.0.0.1", client.port))
+        reader.sendall(head(body, path="/v1/embeddings") + body)
+        while not client.app.held.bytes:
+            time.sleep(0.002)
+        held = client.app.held.bytes
+        status, headers, content = client.request("POST", "/v1/embeddings", large)
+        assert status == 429 and int(headers["retry-after"]) >= 1
+        assert json.loads(content)["error"]["code"] == "queue_full"
+        client.post("/v1/embeddings", {"model": "demo", "input": "a dog"})
+        connection = next(c for c in client.server.server_state.connections if c.cycle is not None)
+        assert client.app.held.bytes == held > 2 * connection.transport.get_write_buffer_size()
+        # Who reads, if slowly, has the time of an answer.
+        while client.app.held.bytes:
+            with suppress(ConnectionError):
+                reader.recv(8192)
+            time.sleep(0.02)
+    client.idle()
+    monkeypatch.setattr(client.app, "limits", Limits(bodies=300_000))
+    assert len(client.post("/v1/embeddings", large)["data"]) == 400
+    assert client.app.held.bytes == 0
+
+
+# Log probabilities of every kind: of many tokens, by a body whose answers have them.
+LISTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "completions": ("/v1/completions", {"model": "demo", "prompt": "a", "logprobs": 20, "n": 2}),
+    "copies": ("/v1/completions", {"model": "demo", "prompt": "a", "logprobs": 3, "n": 2, "temperature": 0}),
+    "beams": ("/v1/completions", {"model": "demo", "prompt": "a", "logprobs": 0, "beams": 2}),
+    "echo": ("/v1/completions", {"model": "demo", "prompt": [7] * 90, "logprobs": 5, "echo": True, "max_tokens": 0}),
+    "chat": ("/v1/chat/completions", {"model": "demo", "messages": [{"role": "user", "content": "a"}],
+        "logprobs": True, "top_logprobs": 9}),
+    "translations": ("/v1/translations", {"model": "t5", "input": "a dog", "beams": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_log_probabilities_are_written_beside_the_event_loop(
+    client: Client, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    named, shown = list[str](), answers.shown
+    monkeypatch.setattr(answers, "MANY", 80)
+    monkeypatch.setattr(
+        answers, "shown", lambda t: named.append(threading.current_thread().name) or shown(t)
+    )  # type: ignore[func-returns-value]
+    path, body = LISTED[name]
+    more = {"max_tokens": 90} | ({} if path == "/v1/translations" else {"ignore_eos": True})
+    client.post(path, more | body)
+    assert len(named) >= 90 and {each.partition("_")[0] for each in named} == {"worker"}
+
+
+NUMBERS = {name: LISTED[name] for name in LISTED if name != "translations"} | {
+    name: TASKS[name]
+    for name in ("vectors of a decoder", "vectors of a source", "labels", "masks", "maps", "views")
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_answers_are_bounded_together_and_given_back(
+    client: Client, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path, body = NUMBERS[name]
+    host = client.app.hosts[body["model"]]
+    monkeypatch.setattr(client.app, "limits", Limits(numbers=25))
+    if name in LISTED:
+        error = client.post(path, {"max_tokens": 30, "ignore_eos": True} | body, 400)["error"]
+        assert error["param"] == "logprobs"
+        monkeypatch.setattr(client.app, "limits", Limits(numbers=10_000))
+    seen, room = list[int](), host.room
+
+    def watched(tokens: int, numbers: int = 0) -> Any:
+        seen.append(numbers)
+        return room(tokens, numbers)
+
+    monkeypatch.setattr(host, "room", watched)
+    # Alone it may be as large as it is.
+    client.post(path, body)
+    assert seen[0] > 0 and host.numbers == 0
+    monkeypatch.setattr(host, "numbers", client.app.limits.numbers)
+    status, headers, content = client.request("POST", path, body)
+    assert status == 429 and headers["retry-after"] and b"queue_full" in content
+    if host.engine is not None:
+        few = {"model": body["model"], "prompt": [5], "max_tokens": 1}
+        assert client.post("/v1/completions", few)["choices"]
+
+
+@pytest.mark.parametrize("name", ["maps", "views"])
+def test_maps_are_refused_before_they_are_made(
+    client: Client, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """All together: those of the layers before the one that is too much are given back."""
+    path, body = TASKS[name]
+    made, real = list[int](), Recorder._maps
+
+    def counted(self: Recorder, *more: Any) -> Any:
+        maps = real(self, *more)
+        made.append(maps["weight"].numel())
+        return maps
+
+    monkeypatch.setattr(Recorder, "_maps", counted)
+    client.post(path, body)
+    most = sum(made) - 1
+    made.clear()
+    monkeypatch.setattr(tasks, "CELLS", most)
+    assert client.post(path, body, 400)["error"]["param"] == "layers"
+    assert sum(made) < most
+
+
+def test_what_can_be_looked_into_is_bounded() -> None:
+    app = App({})
+    try:
+        for i in range(300):
+            app.remember(str(i), Ran("", "demo", [([1] * 60_000, [2])], 60_001))
+        assert len(app.ran) == 17 and "299" in app.ran
+        app.remember("large", Ran("", "demo", [], 1 << 17))
+        assert "large" not in app.ran
+        for i in range(300):
+            app.remember(str(i), Ran("", "demo", [([1], [2])], 2))
+        assert len(app.ran) == 256
+    finally:
+        app.pool.shutdown()
 
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}

@@ -292,7 +292,8 @@ def test_keys_rates_and_models_in_and_out(folders: dict[str, Path], tmp_path: Pa
         client.post("/admin/unload", {"model": "labels"})
         client.post("/v1/classify", {"model": "labels", "input": "a"}, 503)
         client.app.memory = 1.0
-        assert "unload" in client.post("/admin/load", {"model": "t5"}, 400)["error"]["message"]
+        error = client.post("/admin/load", {"model": "t5"}, 400)["error"]
+        assert "unload" in error["message"] and error["param"] == "model"
         # The file changes while the server runs.
         entries = json.loads(keys.read_text())
         entries["keys"][0]["requests"] = 2
