@@ -106,8 +106,20 @@ LARGE = TASKS["vectors of an encoder"][1]
 def test_small_jobs_do_not_wait_for_large_ones(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host, ended = client.app.hosts["words"], list[str]()
-    slowed(host, monkeypatch)
+    """During the first piece of a large one a small one comes, and ends before the large one's third."""
+    host, ended, pieces = client.app.hosts["words"], list[str](), list[int]()
+    real = host.model.hidden
+
+    def slow(ids: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        pieces.append(len(ids))
+        end = time.monotonic() + 20
+        while len(ids) > 1 and time.monotonic() < end:
+            if ended or (len(pieces) <= 2 and host.requests == 2):
+                break
+            time.sleep(0.001)
+        return real(ids, *rest, **more)
+
+    monkeypatch.setattr(host.model, "hidden", slow)
 
     def ask(name: str, body: dict[str, Any]) -> None:
         client.post("/v1/embeddings", body)
@@ -115,13 +127,13 @@ def test_small_jobs_do_not_wait_for_large_ones(
 
     large = threading.Thread(target=ask, args=("large", LARGE))
     large.start()
-    while not host.jobs:
+    while not pieces:
         assert large.is_alive()
     small = threading.Thread(target=ask, args=("small", {"model": "words", "input": "a dog"}))
     small.start()
     small.join()
     large.join()
-    assert ended == ["small", "large"]
+    assert ended == ["small", "large"] and 1 in pieces[:3]
 
 
 def test_streams_go_on_beside_a_job(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
