@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.config import Amount, Count, Fraction, settings
+from regard.config import Amount, Count, Fraction, Positive, settings
 from regard.errors import UsageError, nearest
 from regard.kernels.c.train import gelu_tanh
 
@@ -92,6 +92,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "tanh": torch.tanh,
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 
@@ -152,6 +153,7 @@ class LM:
     bias: bool = False  # on the logits
     scaled: bool = False  # hidden times dim^-0.5 first (T5 v1.0)
     trained: bool = True  # the bias; BART and Marian keep theirs as it was loaded
+    softcap: Positive | None = None  # logits are c tanh(z / c)
     kind: str = "lm"
 
 
@@ -188,28 +190,44 @@ class Classify:
     def __post_init__(self) -> None:
         if self.token not in ("first", "last", "mean"):
             raise UsageError(f"head.token is {self.token!r}; choose first, last or mean")
-        if self.norm is not None and self.dense is None:
-            raise UsageError("head.norm stands after head.dense; give its activation too")
+        _check_dense(self)
         if self.distilled and (self.dense or self.token != "first"):
             raise UsageError("head.distilled reads the first two tokens: dense=None, token='first'")
 
 
 @settings
 class Tag:
-    """A label for each token."""
+    """A label for each token: out(h), or out(norm(act(dense h)))."""
 
     labels: Count  # classes
     dropout: Fraction | None = None  # before `out`
+    dense: str | None = None  # activation of a layer before `out` (ModernBERT); none: no such layer
+    dense_bias: bool = True  # of that layer
+    norm: Norm | None = None  # after it
     kind: str = "tag"
+
+    def __post_init__(self) -> None:
+        _check_dense(self)
 
 
 @settings
 class Answer:
-    """Start and end of a span: two logits for each token, stacked on the last axis."""
+    """Start and end of a span: two logits for each token, stacked on the last axis; otherwise as Tag."""
 
     labels: Count = 2  # start and end
     dropout: Fraction | None = None  # before `out`
+    dense: str | None = None  # as in Tag
+    dense_bias: bool = True  # as in Tag
+    norm: Norm | None = None  # as in Tag
     kind: str = "answer"
+
+    def __post_init__(self) -> None:
+        _check_dense(self)
+
+
+def _check_dense(head: Classify | Tag | Answer) -> None:
+    if head.norm is not None and head.dense is None:
+        raise UsageError("head.norm stands after head.dense; give its activation too")
 
 
 class LMHead(nn.Module):
@@ -241,10 +259,18 @@ class LMHead(nn.Module):
 
     def forward(self, h: Tensor, embedding: Tensor) -> Tensor:
         weight = embedding if self.weight is None else self.weight
-        return self.project(self.features(h), weight)
+        return self.capped(self.project(self.features(h), weight))
 
     def project(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight, self.bias)
+
+    @property
+    def softcap(self) -> float | None:
+        return self.config.softcap if isinstance(self.config, LM) else None
+
+    def capped(self, logits: Tensor) -> Tensor:
+        cap = self.softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 class LabelHead(nn.Module):
@@ -253,14 +279,14 @@ class LabelHead(nn.Module):
 
     def __init__(self, config: Classify | Tag | Answer, dim: int):
         super().__init__()
-        self.config = config
-        c = config if isinstance(config, Classify) else None
-        self.dense = nn.Linear(dim, dim, bias=c.dense_bias) if c and c.dense else None
-        self.act = activation(c.dense) if c and c.dense else None
-        self.norm = c.norm.make(dim) if c and c.norm else None
-        bias = c.bias if c else True
+        self.config = c = config
+        self.dense = nn.Linear(dim, dim, bias=c.dense_bias) if c.dense else None
+        self.act = activation(c.dense) if c.dense else None
+        self.norm = c.norm.make(dim) if c.norm else None
+        bias = c.bias if isinstance(c, Classify) else True
         self.out = nn.Linear(dim, config.labels, bias=bias)
-        self.teacher = nn.Linear(dim, config.labels, bias=bias) if c and c.distilled else None
+        distilled = isinstance(c, Classify) and c.distilled
+        self.teacher = nn.Linear(dim, config.labels, bias=bias) if distilled else None
         self.dropout = nn.Dropout(config.dropout or 0.0)
 
     def forward(self, h: Tensor, embedding: Tensor | None = None) -> Tensor:

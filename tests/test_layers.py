@@ -78,7 +78,9 @@ def test_activations_are_their_formulas() -> None:
         "silu": x / (1 + torch.exp(-x)),
         "tanh": (torch.exp(2 * x) - 1) / (torch.exp(2 * x) + 1),
         "quick_gelu": x / (1 + torch.exp(-1.702 * x)),
+        "relu2": x.clamp(min=0) ** 2,
     }
+    assert want.keys() == ACTIVATIONS.keys()
     for name, y in want.items():
         torch.testing.assert_close(ACTIVATIONS[name](x), y)
 

@@ -36,18 +36,7 @@ from typing import Any
 from regard.attention import DSA, GQA, MLA, DeltaRule
 from regard.block import Tower
 from regard.checkpoint import rules
-from regard.checkpoint.rules import (
-    ACTIVATIONS,
-    Data,
-    Family,
-    Fixed,
-    Group,
-    Key,
-    Keys,
-    To,
-    Weights,
-    fixed,
-)
+from regard.checkpoint.rules import ACTIVATIONS, Data, Family, Group, Key, Keys, To, Weights, fixed
 from regard.layers import LM, MLM, MLP, Answer, Classify, Norm, Tag
 from regard.models import EncoderDecoderConfig, Patches, Tokens, TransformerConfig
 from regard.models.start import Start
@@ -334,7 +323,7 @@ GEMMA3 = llama_like(
             lambda hf, i: (i + 1) % hf.get("sliding_window_pattern", 6) > 0, 4096,
             more="sliding_window_pattern",
         ),
-        **fixed(final_logit_softcapping=None, use_bidirectional_attention=False),
+        final_logit_softcapping=Key("head.softcap", None), **fixed(use_bidirectional_attention=False),
     ),
     # transformers' Gemma 3 reads no cap on scores.
     inert="attn_logit_softcapping _sliding_window_pattern",
@@ -377,7 +366,9 @@ GPT_OSS = llama_like(
     keys=dict(
         rms_norm_eps=NORM_EPS, num_key_value_heads=EIGHT_KV, head_dim=Key("tower.attention.head_dim", 64),
         attention_bias=replace(BIASED, default=True), num_local_experts=Key("tower.ffn.experts", 128),
-        num_experts_per_tok=Key("tower.ffn.active", 4), **fixed(hidden_act="silu", swiglu_limit=7.0),
+        num_experts_per_tok=Key("tower.ffn.active", 4), **fixed(hidden_act="silu"),
+        # transformers has no word for it, and computes with 7.
+        swiglu_limit=Key("tower.ffn.limit", 7.0, quiet=True),
         rope_parameters=rules.rope_at("tower.attention.rope", rope_scaling=_YARN),
         layer_types=rules.sliding_layers(lambda hf, i: i % 2 == 0, 128),
     ),
@@ -524,7 +515,7 @@ QWEN3_NEXT = llama_like(
         rms_norm_eps=Key("tower.norm.eps tower.attention.qk_norm tower.attention.eps", 1e-6),
         num_key_value_heads=Key("tower.attention.kv_heads", 2), head_dim=Key("tower.attention.head_dim", 256),
         # A recurrent state reads from left to right.
-        attention_bias=BIASED, is_causal=Fixed(True, null=False),
+        attention_bias=BIASED, is_causal=rules.Fixed(True, null=False),
         rope_parameters=rules.rope_at(
             "tower.attention.rope", share="partial_rotary_factor", partial_rotary_factor=0.25,
         ),
@@ -724,17 +715,30 @@ DISTILBERT = Family(
 )  # fmt: skip
 
 
+def _groups_of(theirs: Data) -> tuple[int, int]:
+    """Of layers that are called again, and how many of them each has."""
+    groups, inner = (theirs.get(key) for key in ("num_hidden_groups", "inner_group_num"))
+    return 1 if groups is None else groups, 1 if inner is None else inner
+
+
 def _read_groups(theirs: Data, ours: Data) -> None:
-    tower, groups = ours["tower"], theirs.get("num_hidden_groups", 1)
-    n = tower["layers"]
-    tower["blocks"] = None if groups == n else [int(i / (n / groups)) for i in range(n)]
+    tower, (groups, inner) = ours["tower"], _groups_of(theirs)
+    n, apart = tower["layers"], list(range(tower["layers"] * inner))
+    calls = [int(i / (n / groups)) for i in range(n)]
+    blocks = [group * inner + j for group in calls for j in range(inner)]
+    tower["layers"], tower["blocks"] = len(apart), None if blocks == apart else blocks
 
 
 def _write_groups(ours: Data, theirs: Data) -> None:
-    blocks, n = ours["tower"]["blocks"], ours["tower"]["layers"]
-    groups = n if blocks is None else len(set(blocks))
-    if groups != theirs.get("num_hidden_groups", 1):
-        theirs["num_hidden_groups"] = groups
+    """In the words that are there, where they can say it."""
+    tower, (groups, inner) = ours["tower"], _groups_of(theirs)
+    n, blocks = tower["layers"], tower["blocks"]
+    kinds = n if blocks is None else len(set(blocks))
+    if n % inner or kinds != groups * inner:
+        groups, inner = kinds, 1
+    if (groups, inner) != _groups_of(theirs):
+        theirs["num_hidden_groups"], theirs["inner_group_num"] = groups, inner
+    tower["layers"] = n // inner
 
 
 ALBERT = replace(
@@ -746,8 +750,9 @@ ALBERT = replace(
     heads=encoder_heads("Albert", "tanh"),
     config=BERT_KEYS | dict(
         embedding_size=Key("embedding.width", 128),
-        num_hidden_groups=Group(("num_hidden_groups",), _read_groups, _write_groups, last=True),
-        **fixed(inner_group_num=1),
+        num_hidden_groups=Group(
+            ("num_hidden_groups", "inner_group_num"), _read_groups, _write_groups, last=True
+        ),
         hidden_act=Key("tower.ffn.activation head.activation", "gelu_new", ACTIVATIONS),
         hidden_dropout_prob=Key("tower.dropout embedding.dropout", 0.0),
         attention_probs_dropout_prob=Key("tower.attention.dropout", 0.0),
@@ -759,7 +764,7 @@ ALBERT = replace(
     tensors={
         **EMBEDDING_TENSORS, "encoder.embedding_hidden_mapping_in.*": "embedding.project.*",
         "pooler.*": "pooler.*",
-        "encoder.albert_layer_groups.{i}.albert_layers.0.": {
+        "encoder.albert_layer_groups.{i}.albert_layers.{j}.": {
             "attention.{query,key,value,dense}.*": "attention.w{q,k,v,o}.*",
             "{attention.LayerNorm,full_layer_layer_norm}.*": "norm{1,3}.*",
             "{ffn,ffn_output}.*": "ffn.{up,down}.*",
@@ -774,6 +779,7 @@ ALBERT = replace(
 )  # fmt: skip
 _LOCAL = GQA(1, rope=Rope(wide=True), window=1)
 _NORM = Norm(biased=False)
+_DENSE_TENSORS = {"head.{dense,norm}.*": "head.{dense,norm}.*", "classifier.*": "head.out.*"}
 MODERNBERT = Family(
     name="modernbert", base="model.",
     blank=TransformerConfig(
@@ -788,6 +794,8 @@ MODERNBERT = Family(
     heads={
         "ModernBertForMaskedLM": MLM(), "ModernBertModel": None,
         "ModernBertForSequenceClassification": Classify(2, "gelu", norm=_NORM),
+        "ModernBertForTokenClassification": Tag(2, dense="gelu", norm=_NORM),
+        "ModernBertForQuestionAnswering": Answer(dense="gelu", norm=_NORM),
     },
     config=_SHAPE_KEYS | dict(
         vocab_size=Key("embedding.vocab"), max_position_embeddings=Key("max_len"),
@@ -808,7 +816,10 @@ MODERNBERT = Family(
         classifier_bias=Key("head.dense_bias", False),
         classifier_activation=Key("head.activation head.dense", "gelu", ACTIVATIONS),
         classifier_pooling=Key("head.token", "cls", {"cls": "first", "mean": "mean"}),
-        classifier_dropout=rules.head_dropout(classify=("classifier_dropout", 0.0)), id2label=rules.LABELS,
+        classifier_dropout=rules.head_dropout(
+            **dict.fromkeys(("classify", "tag", "answer"), ("classifier_dropout", 0.0))
+        ),
+        id2label=rules.LABELS,
         pad_token_id=rules.ids_below(50283, "pad_token_id", "eos_token_id", "bos_token_id"),
     ),
     inert="""initializer_cutoff_factor deterministic_flash_attn sparse_prediction sparse_pred_ignore_index
@@ -824,7 +835,7 @@ MODERNBERT = Family(
     },
     head_tensors={
         "mlm": {"head.{dense,norm}.*": "head.{dense,norm}.*", "decoder.*": "head.*"},
-        "classify": {"head.{dense,norm}.*": "head.{dense,norm}.*", "classifier.*": "head.out.*"},
+        "classify": _DENSE_TENSORS, "tag": _DENSE_TENSORS, "answer": _DENSE_TENSORS,
     },
     start=Start("modernbert"), presets={"modernbert-base": sizes(50368, 768, 22, 12, 1152, 8192)},
 )  # fmt: skip
@@ -1009,7 +1020,7 @@ T5 = Family(
             ("scale_decoder_outputs", "tie_word_embeddings"),
             lambda theirs, ours: rules.put(ours, "head.scaled", _t5_scale_of(theirs)), _write_t5_scale,
         ),
-        is_causal=Fixed(True, null=False), **fixed(is_decoder=False),
+        is_causal=rules.Fixed(True, null=False), **fixed(is_decoder=False),
     ),
     inert="n_positions classifier_dropout",
     aliases=dict(hidden_size="d_model", num_attention_heads="num_heads", head_dim="d_kv") | dict(
@@ -1053,7 +1064,7 @@ _BART_KEYS: Keys = dict(
     attention_dropout=Key("{encoder.attention,decoder.attention,decoder.cross}.dropout", 0.0),
     encoder_layerdrop=Key("encoder.layer_drop", 0.0), decoder_layerdrop=Key("decoder.layer_drop", 0.0),
     scale_embedding=Key("{source,target}.scaled", False), tie_word_embeddings=Key("head.tied", True),
-    is_causal=Fixed(True, null=False),
+    is_causal=rules.Fixed(True, null=False),
     **fixed(is_decoder=False, normalize_before=False, add_final_layer_norm=False),
 )  # fmt: skip
 

@@ -278,14 +278,16 @@ class _NoStart(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def plan(model: Model, family: Family | None) -> list[Step]:
-    """Which tensors of theirs are which of ours, for this model."""
+def plan(model: Model, family: Family | None, theirs: Data | None = None) -> list[Step]:
+    """Which tensors of theirs are which of ours, for this model and their config (the folder's)."""
     shapes = plain_shapes(model)
     if family is None:
         return [Step([name], [name], [shape]) for name, shape in shapes.items()]
     head = model.config.head
     tables = [family.rows, family.head_rows[head.kind] if head is not None else {}]
-    rows = [step for table in tables for step in steps(table, shapes, model.config)]
+    theirs = getattr(model.origin, "config", {}) if theirs is None else theirs
+    inner = theirs.get("inner_group_num") or 1
+    rows = [step for table in tables for step in steps(table, shapes, model.config, inner)]
     covered = [name for step in rows for name in step.ours]
     assert sorted(covered) == sorted(shapes), set(covered) ^ set(shapes)
     return rows
@@ -441,7 +443,7 @@ def save(
     if family is None:
         theirs["config"] = to_dict(model.config)
     tensors: dict[str, Tensor] = {}
-    for step in plan(model, family):
+    for step in plan(model, family, theirs):
         ours = [model.get_parameter(name).detach().cpu() for name in step.ours]
         ours = [x.to(kinds.get(n, x.dtype)) for n, x in zip(step.ours, ours, strict=True)]
         for name, tensor in zip(step.theirs, step.save(ours), strict=True):

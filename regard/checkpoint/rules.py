@@ -79,12 +79,14 @@ def choices(name: str) -> list[str]:
 class Key:
     """A key of theirs that fills one place of ours, or several (`places`, apart by spaces, or as {a,b}). `default`
     stands in for a missing key, and for a null one unless `null` says otherwise; a function makes it from the other
-    keys. `words` translates values, several of theirs may mean one of ours; or it is a function and its inverse."""
+    keys. `words` translates values, several of theirs may mean one of ours; or it is a function and its inverse. A
+    `quiet` key is written where it is not the default."""
 
     places: str
     default: Any = REQUIRED
     words: Mapping[Any, Any] | tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = None
     null: Any = ABSENT
+    quiet: bool = False
 
     def each(self) -> list[str]:
         return [place for places in self.places.split() for place in choices(places)]
@@ -112,7 +114,8 @@ class Key:
     def write(self, name: str, ours: Data, theirs: Data) -> None:
         values = (get(ours, place) for place in self.each())
         value = next((v for v in values if v is not ABSENT), ABSENT)
-        if value is ABSENT or (name in theirs and self.value(name, theirs) == value):
+        said = self.quiet or name in theirs
+        if value is ABSENT or (said and self.value(name, theirs) == value):
             return
         if isinstance(self.words, tuple):
             value = None if value is None else self.words[1](value)
@@ -170,7 +173,7 @@ Keys = dict[str, ConfigRule]
 _KINDS = {
     "true or false": """is_causal is_gated_act scale_decoder_outputs share_encoder_decoder_embeddings
     tie_word_embeddings use_sliding_window""",
-    "a whole number": """decoder_sparse_step first_k_dense_replace full_attention_interval
+    "a whole number": """decoder_sparse_step first_k_dense_replace full_attention_interval inner_group_num
     global_attn_every_n_layers head_dim local_attention max_position_embeddings max_window_layers n_group
     num_hidden_groups num_hidden_layers num_labels original_max_position_embeddings sliding_window
     sliding_window_pattern topk_group""",
@@ -199,7 +202,7 @@ def check_kinds(theirs: Data, keys: Collection[str]) -> None:
 
 
 # Several of theirs may mean one of ours; the first of them is written.
-ACTIVATIONS = {name: name for name in ("relu", "gelu", "silu", "tanh")}
+ACTIVATIONS = {name: name for name in ("relu", "gelu", "silu", "tanh", "quick_gelu", "relu2")}
 ACTIVATIONS |= dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
 ACTIVATIONS |= {"gelu_python": "gelu", "swish": "silu"}
 
@@ -230,11 +233,16 @@ def _rope_of(theirs: Data, renamed: Mapping[str, str]) -> Data:
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
     kind = renamed.get(kind, kind)
+    if kind == "dynamic":
+        # Its waves are the default's in texts up to max_position_embeddings: the longest that we read.
+        kind = "default"
+        for key in ("factor", _ORIGINAL):
+            given.pop(key, None)
     share = given.pop("partial_rotary_factor", theirs.get("partial_rotary_factor"))
     scaling: Data | None = None
     if kind != "default":
         if kind not in _SCALING:
-            raise wrong(f"rope_type is {kind!r}; known: default, {', '.join(_SCALING)}")
+            raise wrong(f"rope_type is {kind!r}; known: default, dynamic, {', '.join(_SCALING)}")
         scaling = {"kind": kind}
         whole = theirs.get("max_position_embeddings")
         original = given.get(_ORIGINAL) or theirs.get(_ORIGINAL) or whole
@@ -692,16 +700,19 @@ class Step:
         ]
 
 
-def steps(table: Mapping[str, To], shapes: dict[str, torch.Size], config: Any) -> Iterator[Step]:
-    """Every row for every layer, weight and bias that the model has. {i} runs over layers, {e} over
-    experts, a last * over weight and bias."""
+def steps(
+    table: Mapping[str, To], shapes: dict[str, torch.Size], config: Any, inner: int = 1
+) -> Iterator[Step]:
+    """Every row for every layer, weight and bias that the model has. {i} runs over layers, {e} over experts, a last *
+    over weight and bias; where their layers lie in groups of `inner`, {i} over groups and {j} inside one."""
     layers = sorted({int(p) for n in shapes for p in n.split(".")[:3] if p.isdigit()})
     for key, to in table.items():
         # Layers that share a block have one set of weights: theirs are counted, ours named after the first.
         for number, layer in enumerate(layers if "{i}" in to.ours else [0]):
             i = str(layer)
             for end in ("weight", "bias") if to.ours.endswith("*") else ("",):
-                theirs = key.replace("{i}", str(number)).replace("*", end).split()
+                at = {"{i}": str(number // inner), "{j}": str(number % inner), "*": end}
+                theirs = re.sub(r"\{[ij]\}|\*", lambda m, at=at: at[m[0]], key).split()  # type: ignore[misc]
                 ours = to.ours.replace("{i}", i).replace("*", end).split()
                 needs, unless = (n.replace("{i}", i) for n in (to.needs, to.unless))
                 if ours[0] not in shapes or (needs and needs not in shapes) or unless in shapes:

@@ -147,7 +147,8 @@ class Prepared:
         head in C does not even write them."""
         model: Any = self
         hidden, head = last_real(model.hidden(ids, **options), None), model.head
-        if isinstance(head, PackedHead) and isinstance(head.product, NativeLinear):
+        native = isinstance(head, PackedHead) and isinstance(head.product, NativeLinear)
+        if native and head.softcap is None:
             many = min(many, head.product.n - len(banned))
             return head.product.best(head.features(hidden), many, banned, left)
         logits = self.logits(hidden)

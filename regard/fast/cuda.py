@@ -577,6 +577,12 @@ class SlotHead(LMHead):
     def project(self, x: Any, weight: Tensor) -> Tensor:
         return self.product(x)
 
+    def capped(self, logits: Tensor) -> Tensor:
+        """Rows that `vocabulary` added stay at -infinity."""
+        if self.softcap is None:
+            return logits
+        return super().capped(logits).masked_fill(logits == -torch.inf, -torch.inf)
+
 
 class SlotFeedForward(FeedForward):
     first: Product

@@ -85,11 +85,12 @@ def vocabulary_loss(
 
     hidden (... m), labels (...)."""
     features, weight, bias = projection(model, hidden)
-    return head_loss(features, weight, labels, bias=bias, smoothing=smoothing)
+    cap = model.head.softcap
+    return head_loss(features, weight, labels, bias=bias, smoothing=smoothing, cap=cap)
 
 
 def projection(model: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """x, W and b for which model.logits(hidden) = x W^T + b."""
+    """x, W and b for which model.logits(hidden) = x W^T + b, but for a cap."""
     head = model.head
     if type(head) is not LMHead:
         raise UsageError(
@@ -111,8 +112,10 @@ def head_loss(
     *,
     bias: Tensor | None = None,
     smoothing: Smoothing | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of logits = hidden weight^T + bias; see test_head_loss_equals_the_plain_loss.
+    """The loss of logits = hidden weight^T + bias, with a `cap` c tanh(logits / c); see
+    test_head_loss_equals_the_plain_loss.
 
     hidden (... m), weight (V m), bias (V), labels (...) -> (sum of losses, count), float32 at least. Under autocast the
     products are made in its dtype; the softmax and the sum over chunks of the weight's gradient are not."""
@@ -121,7 +124,7 @@ def head_loss(
     hidden = hidden.to(torch.get_autocast_dtype(device)) if narrow else hidden
     smoothing, labels = smoothing or NONE, labels.flatten()
     train = torch.is_grad_enabled()
-    loss = _Chunks.apply(hidden.flatten(0, -2), weight, bias, labels, smoothing, train)
+    loss = _Chunks.apply(hidden.flatten(0, -2), weight, bias, labels, smoothing, train, cap)
     return loss, smoothing.counted(labels).sum()
 
 
@@ -137,6 +140,7 @@ class _Chunks(torch.autograd.Function):
         labels: Tensor,
         smoothing: Smoothing,
         train: bool,
+        cap: float | None,
     ) -> Tensor:
         needs = [train and need for need in ctx.needs_input_grad[:3]]
         wide = torch.promote_types(weight.dtype, torch.float32)
@@ -162,7 +166,14 @@ class _Chunks(torch.autograd.Function):
                 g = torch.mm(x, w.t(), out=room[: len(x)])
                 real = g[:, :vocab]  # what is beyond is 0 and stays so
                 real = real if b is None else real.add_(b)
+                # With t = tanh(z / c) the slope of c t is 1 - t^2.
+                t = None
+                if cap is not None:
+                    t = (real / cap).tanh_()
+                    real = torch.mul(t, cap, out=real)
                 loss += turn(real, labels[here], counted[here], *q, train=any(needs))
+                if t is not None:
+                    real.mul_(1 - t.square_())
                 if dh is not None:
                     torch.mm(g, w, out=dh[here])
                 if dw is not None:
@@ -181,7 +192,7 @@ class _Chunks(torch.autograd.Function):
         dh, dw, db = (x if x is None else x.mul_(scale.to(x.dtype)) for x in ready)
         if dh is not None and ctx.rows is not None:
             dh = dh.new_zeros(ctx.shape).index_copy_(0, ctx.rows, dh)
-        return dh, dw, db, None, None, None
+        return dh, dw, db, None, None, None, None
 
 
 def _add_product(total: Tensor, g: Tensor, x: Tensor) -> None:
@@ -380,7 +391,7 @@ def answer_logs(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
     features, weight, bias = projection(model, model.hidden(ids))
 
     def row(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        return -masked_lm_loss(F.linear(x, weight, bias), y)[0]
+        return -masked_lm_loss(model.head.capped(F.linear(x, weight, bias)), y)[0]
 
     rows = [(x[y != IGNORE], y[y != IGNORE], weight) for x, y in zip(features, labels)]
     return torch.stack([checkpoint(row, *each, use_reentrant=False) for each in rows])

@@ -1,6 +1,7 @@
 """A prepared model says what its original says, as exactly as its precision allows, and leaves the original alone."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,11 @@ from regard.cache import LAYOUTS
 from regard.errors import Notice, UsageError
 from regard.fast import cpu as prepared
 from regard.fast.cpu import perplexity_change, prepare
+from regard.fast.cuda import decoder as decoder_of_slots
 from regard.kernels import linear
 from regard.kernels.c.linear import usable
 from regard.kernels.linear import PRECISIONS
-from regard.layers import LM, MLM, MLP, Answer, Classify, Norm, Tag
+from regard.layers import ACTIVATIONS, LM, MLM, MLP, Answer, Classify, Norm, Tag
 from regard.models import (
     EncoderDecoder,
     EncoderDecoderConfig,
@@ -170,13 +172,29 @@ def test_prepared_decoder_runs_in_every_layout(layout: str, precision: str) -> N
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("act", ["relu", "gelu", "gelu_tanh", "silu", "tanh"])
+@pytest.mark.parametrize("act", ACTIVATIONS)
 @torch.inference_mode()
 def test_prepared_feed_forward_equals_its_original(act: str, gated: bool, precision: str) -> None:
     for bias in (True, False):
         model = small("gqa_rope", ffn=MLP(32, act, gated, bias))
         for x in (ids(1, 1), ids(2, 5), ids(4, 10)):
             assert error(prepare(model, precision)(x), model(x)) < max(BOUND[precision], 1e-5)
+
+
+@precisions
+@torch.inference_mode()
+def test_capped_logits_are_capped_in_every_head(precision: str) -> None:
+    """Of all, of the best alone, and of a graph's, whose added rows can never be said."""
+    free, x = small("gqa_rope"), ids(2, 5)
+    model = Transformer(replace(free.config, head=LM(tied=False, softcap=0.5))).eval()
+    model.load_state_dict(free.state_dict())
+    plain, fast = model(x), prepare(model, precision)
+    torch.testing.assert_close(plain, 0.5 * torch.tanh(free(x) / 0.5))
+    assert error(fast(x), plain) < BOUND[precision]
+    _, values, best = fast.next_best(x, 3, (), False)
+    torch.testing.assert_close(values, fast(x)[:, -1].gather(1, best))
+    graph = decoder_of_slots(model).head.capped(torch.tensor([[-torch.inf, 5.0, 0.0]]))
+    assert graph[0, 0] == -torch.inf and graph[0, 1:].tolist() == pytest.approx([0.5, 0.0])
 
 
 def pair(cross: GQA | MLA, order: str = "pre", **more: object) -> EncoderDecoder:

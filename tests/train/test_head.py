@@ -40,8 +40,11 @@ def case(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Te
     return *(x.requires_grad_() for x in (hidden, weight, bias)), labels  # type: ignore[return-value]
 
 
-def plain(h: Tensor, w: Tensor, y: Tensor, b: Tensor | None, s: Smoothing | None) -> Tensor:
+def plain(
+    h: Tensor, w: Tensor, y: Tensor, b: Tensor | None, s: Smoothing | None, cap: float | None = None
+) -> Tensor:
     logits = h @ w.t() if b is None else h @ w.t() + b
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
     if s is None:
         return masked_lm_loss(logits, y)[0]
     return smoothed_loss(logits, y, s.eps, s.over, s.padding)[0]
@@ -60,13 +63,14 @@ def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 @pytest.mark.parametrize("smoothing", SMOOTHINGS, ids=str)
 @pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("cap", [None, 1.5])
 def test_head_loss_equals_the_plain_loss(
-    chunk: int, smoothing: Smoothing | None, biased: bool
+    chunk: int, smoothing: Smoothing | None, biased: bool, cap: float | None
 ) -> None:
     h, w, b, y = case()
     bias, inputs = (b, (h, w, b)) if biased else (None, (h, w))
-    ours, count = head_loss(h, w, y, bias=bias, smoothing=smoothing)
-    want = plain(h, w, y, bias, smoothing)
+    ours, count = head_loss(h, w, y, bias=bias, smoothing=smoothing, cap=cap)
+    want = plain(h, w, y, bias, smoothing, cap)
     torch.testing.assert_close(ours, want, rtol=1e-12, atol=1e-12)
     for mine, theirs in zip(gradients(ours, *inputs), gradients(want, *inputs)):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)

@@ -46,6 +46,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "tanh": torch.tanh,
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu2": lambda x: F.relu(x).square(),
 }
 # An RMS norm: its weight, eps, and what is added to the weight (1 in Gemma).
 Rms = tuple[Tensor, float, float]
@@ -104,6 +105,8 @@ def _activate(x, ACT: tl.constexpr):
         x = 2.0 * tl.sigmoid(2.0 * x) - 1.0
     elif ACT == "quick_gelu":
         x = x * tl.sigmoid(1.702 * x)
+    elif ACT == "relu2":
+        x = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
     return x
 
 
