@@ -82,11 +82,15 @@ def test_tokenizer_learned_from_parts_is_that_of_the_text(
 def test_file_that_is_one_document_is_never_held_whole(tmp_path: Path) -> None:
     """Neither where it is encoded nor where a tokenizer is learned from it: 40 MB in 8."""
     (tmp_path / "a.txt").write_text(WORDS * 480_000)
-    (record,) = records(Source((str(tmp_path / "a.txt"),)), ("text",), long=True)
+
+    def text() -> Any:
+        (record,) = records(Source((str(tmp_path / "a.txt"),)), ("text",), long=True)
+        return record["text"]
+
     coder: Any = SimpleNamespace(encode=lambda texts: [[ord(c) for c in text] for text in texts])
     for parts in (
-        lambda: tokens.pieces(record["text"], coder),
-        lambda: learning._parts(record["text"]),
+        lambda: tokens.pieces(text(), coder),
+        lambda: learning._parts(text()),
     ):
         tracemalloc.start()
         size = sum(len(part) for part in parts())

@@ -143,6 +143,14 @@ def test_muon_leaves_what_is_no_product_of_many_rows_to_adamw(name: str) -> None
     assert {n for n in odd if n.endswith("_bias")}.isdisjoint(decays(model))
 
 
+def test_muon_leaves_a_matrix_of_one_row_or_column_to_adamw() -> None:
+    """Whatever it is called: such a product has one direction, and nothing to even out."""
+    shapes = {"one": (1, 8), "other": (8, 1), "each": (3, 1, 8), "many": (8, 8), "stack": (3, 8, 8)}
+    model = nn.ParameterDict({name: torch.zeros(shape) for name, shape in shapes.items()})
+    assert {n for n, kind in kinds(model).items() if kind == "matrix"} >= {"one", "other", "many"}
+    assert not hidden(model) & {"one", "other", "each"} and "many" in hidden(model)
+
+
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6), (3, 6, 10), (3, 10, 6)])
 def test_muon_steps_are_those_of_torch_for_each_matrix(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
