@@ -50,14 +50,17 @@ PAIRS = [{"prompt": f"say {i} ", "chosen": f"yes {i}", "rejected": f"no, {i}"} f
 @pytest.mark.filterwarnings("ignore::regard.errors.Notice")
 @pytest.mark.parametrize("preset", ["gpt2", "llama"])
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("method", ["full", "lora", "qlora", "full, named", "lora, named"])
 def test_policy_and_reference_are_the_same_bits_before_the_first_step(
     method: str, dtype: str, preset: str, tmp_path: Path
 ) -> None:
-    """GPT-2 has dropout, biases that are joined with GELU, and heads that are joined to one product."""
+    """GPT-2 has dropout, biases that are joined with GELU, and heads that are joined to one product. The reference may
+    be named, the folder itself."""
     more = {"dropout": 0.1} if preset == "gpt2" else {"kv_heads": 1}
     folder = folder_of(tmp_path, preset, dtype, **more)
-    changes = {"train.steps": 2, "data.rows": 4, "data.held": 0.5}
+    changes: dict[str, Any] = {"train.steps": 2, "data.rows": 4, "data.held": 0.5}
+    method, named, _ = method.partition(", named")
+    changes |= {"prefer.reference": str(folder)} if named else {}
     run = tmp_path / "run"
     regard.finetune(folder, lines(tmp_path / "p.jsonl", PAIRS), run, method=method, changes=changes)
     first, second = steps_of(run)
