@@ -254,7 +254,9 @@ def _dotted(data: Any, name: str) -> list[tuple[dict[str, Any], str]]:
         if not have or part == "kind":
             of, known = f" of {where}" if i else "", set().union(*tables) - {"kind"}
             if not i:
-                known = {key for _, part in walk(data) for key in part} - {"kind"}
+                # What has settings of its own, wherever it stands.
+                every = ((key, x) for _, table in walk(data) for key, x in table.items())
+                known = {key for key, x in every if any(isinstance(y, dict) for y in _listed(x))}
             raise UsageError(f"no setting {part!r}{of}; {nearest(part, known)}")
         level = [item for each in have for item in _listed(each[part])]
     return [(each, key) for each in have]

@@ -200,7 +200,8 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        # Without a number its text is all that it has.
+        if error.filename is None and error.errno is not None:
             error.filename = str(path)
         raise
 

@@ -12,13 +12,11 @@ import regard
 from regard.checkpoint.adapter import save_adapter
 from regard.checkpoint.hf import Origin
 from regard.cli.main import main
-from regard.config import to_dict
 from regard.data.config import Data
 from regard.errors import UsageError
 from regard.layers import Classify
 from regard.models.adapt import with_head
-from regard.presets import PRESETS
-from regard.train.build import fresh, placed, written
+from regard.train.build import fresh, written
 from regard.train.config import Adapt, Config, adapted
 from regard.train.trainer import flat
 from tests.test_cli_train import CONFIG
@@ -122,7 +120,6 @@ def test_settings_of_a_part_are_changed_inside_it() -> None:
         made_of("vaswani-base", {"attention": {"kvheads": 2}}, 9)
     whole = {"attention": {"kind": "gqa", "heads": 2}}
     assert flat(whole, parts=True) == whole
-    assert placed(to_dict(PRESETS["gpt2"][1]()), "nothing.of.it") == []
 
 
 @pytest.mark.parametrize("wrong", [{"dim": -4}, {"dim": 0}, {"dropout": 2.0}, {"vocab": -1}])

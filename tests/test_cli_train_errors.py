@@ -102,7 +102,7 @@ DATA: dict[str, tuple[str, list[str], int, str]] = {  # config, changes, exit co
     "one class": ("classes", ["data.train", "one.tsv"], 4, "every label is '1'; give data with two classes"),
     "gap": ("classes", ["data.train", "gap.tsv"], 4, "line 3 of gap.tsv has 1 columns, the first line 2"),
     "no JSON": ("classes", ["data.train", "bad.jsonl"], 4, "line 1 of bad.jsonl is no JSON"),
-    "no text": ("classes", ["data.train", "odd.jsonl"], 4, "text must be text, one is 5"),
+    "no text": ("classes", ["data.train", "odd.jsonl"], 4, "text must be text, got 5"),
     "sides": ("pairs", ["data.target", "few.txt"], 4, "a.txt has 9 lines, few.txt 4"),
     "no other side": ("pairs", ["data.valid", "a.txt"], 2, "or a second file beside it"),
     "array": ("pictures", ["data.train", "real.npz"], 4, "must hold bytes of shape"),

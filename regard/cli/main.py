@@ -92,7 +92,9 @@ def main(arguments: list[str] | None = None) -> int:
         return give_up(141)
     except OSError as error:  # a full disk, say
         where = f"{error.filename}: " if error.filename else ""
-        return give_up(fail(f"{where}{error.strerror or error}", RUN))
+        code = fail(f"{where}{error.strerror or error}", RUN)
+        # Without a name it was what is printed.
+        return code if where else give_up(code)
     except (MemoryError, RuntimeError) as error:
         text = (str(error) or "no memory left").partition("\n")[0]
         if isinstance(error, MemoryError) or "memory" in text:

@@ -366,7 +366,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_compared_curves_lie_in_one_picture(tmp_path: Path) -> None:
-    runs = [read(make(tmp_path / name, events(60))) for name in ("one", "two")]
+    runs = [read(make(tmp_path / name, events(200))) for name in ("one", "two")]
     page = as_html("x", comparison(runs))
     # Bars, curves of training, metrics, and on a log axis too: loss and gradient, the metric loss.
     assert Page(page).tags.count("svg") == 2 + 4 + 2 + 3

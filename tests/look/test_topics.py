@@ -120,7 +120,9 @@ def test_name_of_several_words_needs_no_quotes() -> None:
     topic, values = called("layer", ("norm", "1", "2"), {})
     assert topic == find("norms") and values["x"] == (1, 2)
     assert called("softmax", ("1", "2"), {}) == (find("softmax"), {"x": (1, 2)})
-    with pytest.raises(UsageError, match="'one' is no number"):
+    with pytest.raises(
+        UsageError, match="there is no topic 'softmax one'; the nearest are softmax"
+    ):
         called("softmax", ("one",), {})
 
 

@@ -331,7 +331,7 @@ def test_towers_that_do_not_belong_together_are_refused() -> None:
         pair(encoder=Tower(8, 1, GQA(2), FFN))
     with refused("set shared=False"):
         pair(source=Patches(8, 4))
-    with refused("one vocabulary, got 11 and 12"):
+    with refused("one vocab for both sides, got 11 and 12"):
         pair(target=Tokens(12))
     with refused("a decoder writes tokens, and target is none; give Tokens"):
         pair(target=Patches(8, 4), shared=False)

@@ -226,6 +226,8 @@ def test_template_without_end_is_stopped() -> None:
         "{{ 9 ** 99999999 }}",
         "{% set a = 1 %}" * 60_000,
     ],
+    # A name of a megabyte would not fit into the environment of a process.
+    ids=["filter", "doubled", "power", "long"],
 )
 def test_template_is_stopped_whatever_it_does(template: str) -> None:
     with pytest.raises(UsageError, match="ran longer than 1 s|GiB of memory"):
