@@ -86,12 +86,15 @@ def load(
     *,
     adapter: str | Path | None = None,
     image_size: int | None = None,
+    mapped: bool = False,
 ) -> Model:
     """A model from a Hugging Face folder, one that `model.save` wrote, a run's, or an adapter's (Regard's or PEFT's),
     merged into its base; `demo` is the tiny one that is included. In evaluation mode. Without a `dtype` the weights
     have the type they are stored in, or, with a notice, float32 on a CPU that does not multiply that type; "stored"
     keeps it there too, as no `device` does beside a GPU. `adapter`: one to be merged into this folder's model.
-    `image_size`: of the pictures it is to read, where that is not the folder's (see `with_image_size`)."""
+    `image_size`: of the pictures it is to read, where that is not the folder's (see `with_image_size`).
+    `mapped`, for a model that will be prepared with `consume`: on a CPU large weights stay in their file until they are
+    packed, and the file must stay as it is until then."""
     wanted = None if dtype == "stored" else dtype
     folder, base = resolve_model(path), None
     if adapter is not None:
@@ -103,7 +106,7 @@ def load(
     else:
         if not (folder / "config.json").exists():
             check_converted(folder)
-        model = hf.load(folder, device, wanted)
+        model = hf.load(folder, device, wanted, mapped)
     model.origin.base = Base(folder)
     stays = device is not None or not torch.cuda.is_available()
     if dtype is None and stays and (why := hf.widen(model)):

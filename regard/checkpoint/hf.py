@@ -72,16 +72,20 @@ class Origin:
 
 
 def load(
-    path: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None
+    path: str | Path,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    mapped: bool = False,
 ) -> Model:
     """A model from a Hugging Face folder (or one that `model.save` wrote), in evaluation mode. The
     weights keep the type they are stored in unless `dtype` says otherwise, and lie on torch's
-    default device unless `device` does."""
+    default device unless `device` does. `mapped`: large ones that need no change stay in the file
+    until they are looked at, for a model that will be packed."""
     folder = model_folder(path)
-    if device is None and torch.get_default_device().type != "cpu":
-        device = torch.get_default_device()
+    place = torch.get_default_device() if device is None else torch.device(device)
+    device = None if place.type == "cpu" else place
     theirs = read_json(folder / "config.json")
-    model = read(theirs, store.weights(folder), device, dtype)
+    model = read(theirs, store.weights(folder, mapped and device is None), device, dtype)
     model.origin.files = read_files(folder, CARRIED_FILES)
     return model
 
@@ -406,9 +410,13 @@ def _fill(
             owners[p].append((module, name))
     wide = wide_names(model)
     for step in steps:
-        plain = step.op is SAME and device is None and dtype is None
-        theirs = [source[step.theirs[0]].read(None)] if plain else source.borrow(step.theirs)
-        lent = set() if plain else {t.untyped_storage().data_ptr() for t in theirs}
+        mapped = all(source[name].mapped for name in step.theirs)
+        plain = (step.op is SAME or mapped) and device is None and dtype is None
+        theirs = (
+            [source[n].read(None) for n in step.theirs] if plain else source.borrow(step.theirs)
+        )
+        places = {t.untyped_storage().data_ptr() for t in theirs}
+        lent = set() if plain else places
         for name, tensor in zip(step.ours, step.load(theirs), strict=True):
             old = model.get_parameter(name)
             kind = type_of(name, wide, dtype) if dtype else tensor.dtype
@@ -418,6 +426,7 @@ def _fill(
             else:
                 value = tensor.to(value)
             new = nn.Parameter(value, requires_grad=old.requires_grad)
+            new.mapped = mapped and value.untyped_storage().data_ptr() in places  # type: ignore[attr-defined]
             for module, attribute in owners[old]:
                 setattr(module, attribute, new)
 

@@ -1,13 +1,15 @@
 """Folders and safetensors files: read tensor by tensor into private memory, write whole or not at all.
 
-Nothing here runs code from a file: safetensors and JSON only. A file is read with plain reads, not mapped, so that it
-may change or vanish afterwards and loading needs no more memory than the weights themselves.
+Nothing here runs code from a file: safetensors and JSON only. A file is read with plain reads, so that it may change or
+vanish afterwards and loading needs no more memory than the weights themselves; it is mapped for one who packs the
+weights at once, and then needs no memory for them as they were.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import mmap
 import os
 import re
 import shutil
@@ -30,6 +32,7 @@ SHARD = r"model-\d{5}-of-\d{5}\.safetensors"
 SHARD_BYTES = 5_000_000_000
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 GGUF = ".gguf"
+MAPPED = 2**20  # bytes of a tensor from which on mapping it is worth while
 # The largest models have some 150,000 tensors, a few hundred bytes of table each, in many files.
 TENSORS, HEADER_BYTES = 500_000, 32 * 2**20
 # Called with how many tensors are done, and how many there are.
@@ -50,6 +53,8 @@ class Stored:
     nbytes: int = 0
     # Made of 8-bit numbers and their scales: its type says nothing about that of the model.
     packed: bool = False
+    # `read` gives memory that is the file's.
+    mapped: bool = False
 
 
 class Source(dict[str, Stored]):
@@ -67,15 +72,15 @@ class Source(dict[str, Stored]):
         return [self[n].read(self.scratch[at : at + self[n].nbytes]) for n, at in places]
 
 
-def weights(folder: Path) -> Source:
-    """The tensors of a folder: names, shapes and dtypes at once, contents on request."""
+def weights(folder: Path, mapped: bool = False) -> Source:
+    """The tensors of a folder: names, shapes and dtypes at once, contents on request; `mapped` as in `load`."""
     source, where = Source(), dict[str, str]()
     for path in _files(folder):
         start, entries = header(path)
         for name, entry in entries.items():
             if name in source:
                 raise UsageError(f"{path} repeats the tensor {name} of {where[name]}")
-            source[name], where[name] = _stored(path, name, start, entry), path.name
+            source[name], where[name] = _stored(path, name, start, entry, mapped), path.name
         if len(source) > TENSORS:
             raise UsageError(f"{folder} has more than {TENSORS:,} tensors; that is not a model")
     index = folder / INDEX
@@ -85,10 +90,14 @@ def weights(folder: Path) -> Source:
     return source
 
 
-def _stored(path: Path, name: str, start: int, entry: dict[str, Any]) -> Stored:
+def _stored(path: Path, name: str, start: int, entry: dict[str, Any], mapped: bool) -> Stored:
     shape, dtype, (begin, end) = tuple(entry["shape"]), entry["dtype"], entry["data_offsets"]
 
+    mapped = mapped and end - begin >= MAPPED and (start + begin) % 8 == 0
+
     def read(raw: Tensor | None) -> Tensor:
+        if raw is None and mapped:
+            return _map(path, start + begin, end - begin).view(DTYPES[dtype]).view(shape)
         if raw is None:
             raw = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
         with path.open("rb") as file:
@@ -97,7 +106,16 @@ def _stored(path: Path, name: str, start: int, entry: dict[str, Any]) -> Stored:
                 raise UsageError(f"{path} ended while {name} was read; copy the file again")
         return raw.view(DTYPES[dtype]).view(shape)
 
-    return Stored(shape, DTYPES[dtype], read, end - begin)
+    return Stored(shape, DTYPES[dtype], read, end - begin, mapped=mapped)
+
+
+def _map(path: Path, at: int, size: int) -> Tensor:
+    """Bytes of a file that are read when they are looked at, and leave memory with the tensor; what is written to them
+    does not come to the file."""
+    early = at % mmap.ALLOCATIONGRANULARITY
+    with path.open("rb") as file:
+        room = mmap.mmap(file.fileno(), size + early, access=mmap.ACCESS_COPY, offset=at - early)
+    return torch.frombuffer(room, dtype=torch.uint8, count=size, offset=early)
 
 
 def memory(tensors: Mapping[str, Tensor]) -> Source:

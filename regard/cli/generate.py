@@ -152,7 +152,7 @@ def run(options: Options) -> int:
                 f"--ids wants whole numbers such as '5 9 2', got {prompt!r:.60}; leave it out for text"
             ) from None
     opened = cli.open_model(options.model, options.machine)
-    model, tokenizer = opened.model, opened.tokenizer
+    model, tokenizer = opened.plain, opened.tokenizer
     if model.reads_source and isinstance(wanted := getattr(model.config, "source", None), Patches):
         if options.ids:
             raise UsageError("this model reads images, not ids: name a picture and leave --ids out")
@@ -162,6 +162,7 @@ def run(options: Options) -> int:
         if options.prompt and options.prompt == prompt:
             check_not_a_file(prompt, options.model)
     cli.compare(opened, prompt)
+    model = opened.model
     say_defaults(model, options.defaults)
     single = "stop" if options.stop else ""
     rows = settings_of(model, given, options.defaults, single)(1).rows
@@ -308,7 +309,7 @@ def translate(options: TranslateOptions) -> int:
     cli.check_counts(options, "rows", "block")
     cli.check_file(options.file)
     opened = cli.open_model(options.model, options.machine)
-    model = opened.model
+    model: Any = opened.plain
     if not model.reads_source:
         raise UsageError(
             "translate needs an encoder-decoder (T5, BART, Marian, ...); for others use regard generate"
@@ -345,6 +346,7 @@ def translate(options: TranslateOptions) -> int:
         results: Iterator[Result] = iter(())
         if full := [ids for ids in sources if ids]:
             cli.compare(opened, full[0])
+            model = opened.model
             how = translating(model, full, given, options.defaults)
             how |= {"rows": options.rows, "defaults": options.defaults}
             results = (group[0] for group in answers(model, full, **how))
@@ -397,8 +399,8 @@ def chat(options: ChatOptions) -> int:
     given["defaults"] = options.defaults
     check_unicode(options.system or "", "--system")
     opened = cli.open_model(options.model, options.machine)
-    check_reads_text(opened.model)
-    say_defaults(opened.model, options.defaults)
+    check_reads_text(opened.plain)
+    say_defaults(opened.plain, options.defaults)
     begin = [] if options.system is None else [{"role": "system", "content": options.system}]
     with blaming(DATA):
         render_chat(needed(opened.tokenizer), [*begin, {"role": "user", "content": "?"}])

@@ -185,6 +185,10 @@ def one_line(box: str) -> str:
     choice = re.match(r"invalid choice '(.*)' for argument '(\S+)'. Expected one of \((.*)\)", text)
     if choice is not None:
         known = re.findall(r"'([^']*)'", choice[3])
+        if "--dtype" in choice[2] and choice[1] in ("int8", "int4"):
+            return (
+                f"--dtype is {choice[1]!r}, which is how weights are held: --quantize {choice[1]}"
+            )
         return f"{choice[2].rpartition('/')[2]} is {choice[1]!r}; {nearest(choice[1], known)}"
     wrong = re.match(r"Error parsing (\S+): .*?\b(int|float|INT|FLOAT)\b.*'(.*)'", text)
     if wrong is None:

@@ -22,7 +22,7 @@ from regard.data.tokens import Coder
 from regard.decode.defaults import folder_settings
 from regard.decode.generate import GREEDY, generate, special_of, tokenizer_of
 from regard.errors import DATA, RUN, Fault, UsageError, blaming, check_choice, notice
-from regard.fast.cpu import perplexity_change, prepare
+from regard.fast.cpu import Prepared, perplexity, prepare
 from regard.files import TRAINED, json_object
 from regard.kernels.linear import half_is_fast
 from regard.layers import MLM, Answer, Classify
@@ -48,12 +48,13 @@ def classify(
     rows: int = 32,
     overlong: str = "error",
     device: str = "auto",
+    quantize: str = "none",
 ) -> list[Ranking]:
     """For each text (or the file of a picture, where the model reads those) the labels and their
     probabilities, the most probable first; [] for an empty text. `model` is a folder, a run's
-    folder, or a model; `rows` of texts are a batch; `overlong` texts are an "error", or "truncate"
-    cuts them."""
-    classifier = Classifier(Opened(model, device=device), overlong)
+    folder, or a model, prepared or not; `quantize`: hold weights in "int8" or "int4"; `rows` of
+    texts are a batch; `overlong` texts are an "error", or "truncate" cuts them."""
+    classifier = Classifier(Opened(model, device=device, quantize=quantize), overlong)
     batches = batched(texts, rows)
     return [one for block in batches for one in classifier(classifier.read(*block))]
 
@@ -67,12 +68,15 @@ def embed(
     rows: int = 32,
     overlong: str = "error",
     device: str = "auto",
+    quantize: str = "none",
 ) -> np.ndarray:
     """Vectors (texts, width) in float32, of length 1 if `normalize`; NaN for an empty text. `model`
-    is a folder, a run's folder, or a model; `pooling`: "mean" of the last states, "cls" the first
-    one, "auto" what the model was trained with; `rows` of texts are a batch; `overlong` texts are
-    an "error", or "truncate" cuts them."""
-    embedder = Embedder(Opened(model, device=device), normalize, overlong, pooling)
+    is a folder, a run's folder, or a model, prepared or not; `quantize`: hold weights in "int8" or
+    "int4"; `pooling`: "mean" of the last states, "cls" the first one, "auto" what the model was
+    trained with; `rows` of texts are a batch; `overlong` texts are an "error", or "truncate" cuts
+    them."""
+    opened = Opened(model, device=device, quantize=quantize)
+    embedder = Embedder(opened, normalize, overlong, pooling)
     return stacked([one for block in batched(texts, rows) for one in embedder(*block)])
 
 
@@ -83,7 +87,7 @@ def batched(texts: Sequence[T], rows: int) -> Iterator[tuple[Sequence[T], int]]:
 
 class Opened:
     """A model, or one from its folder or its run's, ready to run: packed for the CPU, or as it is
-    on a GPU, where the engine finds its graph."""
+    on a GPU, where the engine finds its graph. A prepared model is taken as it is."""
 
     def __init__(
         self,
@@ -94,20 +98,32 @@ class Opened:
         quantize: str = "none",
     ):
         place, why = pick_device(device)
-        ours = not isinstance(model, Model)
+        self.ours = not isinstance(model, Model)
+        if isinstance(model, Prepared) and (dtype, quantize) != ("auto", "none"):
+            asked = quantize if quantize != "none" else dtype
+            raise UsageError(
+                f"this model is already prepared in {model.precision}; leave {asked} out, or give the original"
+            )
         with blaming(DATA):
             model = loaded(model, place, dtype, packed=True)
             self.tokenizer = tokenizer_of(model)
             folder_settings(model)
-        alone, place = quantize == "none", next(model.parameters()).device
-        self.model: Any = model
-        self.precision = precision_of(model, dtype) if alone else quantize
-        if not alone or place.type == "cpu":
-            self.model = prepare(model, self.precision, consume=ours and alone)
-            self.precision = str(self.model.precision)
-        # Without quantization there is one model.
-        self.plain: Model = self.model if alone else model
+        place = next(model.parameters()).device
+        # The model as it was, until it is packed.
+        self.plain: Model = model
+        self.precision = precision_of(model, dtype) if quantize == "none" else quantize
+        self.packs = quantize != "none" or (place.type == "cpu" and not isinstance(model, Prepared))
+        if quantize == "none":
+            self.precision = str(getattr(self.model, "precision", self.precision))
         self.about = f"{place} ({why}), {self.precision}"
+
+    @functools.cached_property
+    def model(self) -> Any:
+        """Made when it is first asked for: until then `compare` may run the plain one, of which nothing is left
+        afterwards if it came from a folder, so that never both are in memory."""
+        if self.packs:
+            self.plain = prepare(self.plain, self.precision, consume=self.ours)
+        return self.plain
 
     @functools.cached_property
     def coder(self) -> Coder:
@@ -116,15 +132,16 @@ class Opened:
 
     def compare(self, prompt: Any) -> str:
         """What quantization costs, in a line: perplexity of the prompt, or of the plain model's
-        answer to it where the prompt is a source; nothing where nothing is quantized. Then the
-        plain model goes. A prompt that leaves no room is refused later."""
-        if self.plain is self.model:
+        answer to it where the prompt is a source; nothing where nothing is quantized, or it is
+        packed already. A prompt that leaves no room is refused later."""
+        if "model" in self.__dict__ or not self.packs:
             return ""
-        plain, self.plain = self.plain, self.model
-        text, longest = isinstance(prompt, str), getattr(plain.config, "max_len", None)
-        given = needed(self.tokenizer).encode(prompt) if text else prompt
+        plain, longest = self.plain, getattr(self.plain.config, "max_len", None)
+        given = needed(self.tokenizer).encode(prompt) if isinstance(prompt, str) else prompt
         if longest is not None and len(given) >= longest:
             return ""
+        if self.ours:
+            widen(plain)
         place = next(plain.parameters()).device
         what, source, ids = "the prompt", None, given
         if plain.reads_source:
@@ -135,9 +152,9 @@ class Opened:
         if len(ids) < 2:
             return ""
         rows = torch.tensor([ids], device=place)
-        before, after = perplexity_change(plain, self.model, rows, source=source)
-        change = f"perplexity of {what} {before:.4g} -> {after:.4g} ({len(ids)} tokens)"
-        return f"{self.precision}: {change}"
+        before = perplexity(plain, rows, source)
+        change = f"{before:.4g} -> {perplexity(self.model, rows, source):.4g}"
+        return f"{self.precision}: perplexity of {what} {change} ({len(ids)} tokens)"
 
 
 def loaded(
@@ -149,10 +166,12 @@ def loaded(
         return model
     kind: Any = DTYPES[dtype]
     stored = packed and kind is None
-    opened = load(model, device=device, dtype="stored" if stored else kind)
-    # Cells are not packed: they compute in the type they have.
-    if stored and not opened.towers:
+    opened = load(model, device=device, dtype="stored" if stored else kind, mapped=packed)
+    # Cells are not packed: they compute in the type they have, and stay.
+    if packed and not opened.towers:
         widen(opened)
+        for p in opened.parameters():
+            p.data = p.data.clone()
     return opened
 
 
@@ -376,12 +395,24 @@ class Found(NamedTuple):
 
 
 def fill(
-    model: str | Path | Model | Opened, text: str, *, top: int = 5, device: str = "auto"
+    model: str | Path | Model | Opened,
+    text: str,
+    *,
+    top: int = 5,
+    device: str = "auto",
+    quantize: str = "none",
 ) -> list[Ranking]:
     """For each mask in the text the `top` most probable tokens and their probabilities. A mask is the tokenizer's own
-    mask token, [MASK] or <mask>. `model` is a folder, a run's folder, or a model."""
-    filler = Filler(model if isinstance(model, Opened) else Opened(model, device=device))
+    mask token, [MASK] or <mask>. `model` is a folder, a run's folder, or a model, prepared or not; `quantize`: hold
+    weights in "int8" or "int4"."""
+    filler = Filler(_opened(model, device, quantize))
     return list(filler(filler.read(text), top))
+
+
+def _opened(model: str | Path | Model | Opened, device: str, quantize: str) -> Opened:
+    if isinstance(model, Opened):
+        return model
+    return Opened(model, device=device, quantize=quantize)
 
 
 class Filler:
@@ -435,15 +466,16 @@ def answer(
     *,
     longest: int = 30,
     device: str = "auto",
+    quantize: str = "none",
 ) -> Found:
     """The piece of the context, of at most `longest` tokens, that answers the question. `model` is a folder, a run's
-    folder, or a model.
+    folder, or a model, prepared or not; `quantize`: hold weights in "int8" or "int4".
 
     A context that does not fit is read in windows that overlap, each scored alone. The answer is the span whose two
     logits sum to the most in any of them; there is none if even the smallest logits of a window's first token, which
     stands for that, sum to more (as BERT has it for SQuAD 2.0). Probabilities are of the tokens of the window's
     context, and of none."""
-    opened = model if isinstance(model, Opened) else Opened(model, device=device)
+    opened = _opened(model, device, quantize)
     net: Any = opened.model
     if not isinstance(getattr(net.config, "head", None), Answer):
         how = 'a config with task = "answer" and [model] folder = "MODEL", then regard train CONFIG'

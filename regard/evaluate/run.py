@@ -37,7 +37,7 @@ from regard.decode.generate import GREEDY, generate, tokenizer_of
 from regard.errors import DATA, Fault, UsageError, blaming
 from regard.evaluate import model as opening
 from regard.evaluate.model import Embedder, Opened
-from regard.fast.cpu import prepare
+from regard.fast.cpu import Prepared, prepare
 from regard.layers import LM, MLM, Answer, Classify, Tag
 from regard.machine import pick_device
 from regard.models import Model
@@ -183,6 +183,7 @@ class Judge:
 
     def __init__(self, model: Any, device: str, dtype: str, quantize: str, beams: int):
         place, _ = pick_device(device)
+        ours = not isinstance(model, Model)
         self.dtype, self.beams, self.about = dtype, beams, ""
         self.run = {} if isinstance(model, Model) else run_settings(model)
         with blaming(DATA):
@@ -191,8 +192,9 @@ class Judge:
             self.tokenizer = None if self.task == "image" else needed(tokenizer_of(model))
         self.coder = None if self.tokenizer is None else Coder(self.tokenizer)
         self.classes = class_names(model) if self.task in measuring.LABELLED[:3] else []
-        self.patches, self.quantized = opening.patches_of(model), quantize != "none"
-        self.model: Any = prepare(model, quantize) if self.quantized else model
+        self.patches = opening.patches_of(model)
+        self.quantized = quantize != "none" or isinstance(model, Prepared)
+        self.model: Any = model if quantize == "none" else prepare(model, quantize, consume=ours)
 
     @cached_property
     def fast(self) -> Any:

@@ -11,6 +11,7 @@ token per row is turned, stored and attended to where the cache lies, in rows or
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 import math
 import threading
@@ -199,6 +200,8 @@ class Join(Specialise):
             return None
         if id(p) not in self.cast:
             x = p.detach().to(self.dtype or p.dtype)
+            # What stays is no longer a part of its file, which may change.
+            x = x.clone() if getattr(p, "mapped", False) and x.data_ptr() == p.data_ptr() else x
             self.cast[id(p)] = nn.Parameter(x, requires_grad=False)
         return self.cast[id(p)]
 
@@ -219,9 +222,12 @@ class Join(Specialise):
         return made
 
     def give_up(self, linears: Sequence[nn.Linear]) -> None:
-        for linear in linears:
-            if id(linear.weight) in self.spent:
-                linear.weight.data = linear.weight.data.new_empty(0)
+        gone = [linear for linear in linears if id(linear.weight) in self.spent]
+        for linear in gone:
+            linear.weight.data = linear.weight.data.new_empty(0)
+        # The C library keeps what is freed, and does not find it again for memory that must be aligned.
+        if gone and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+            trim(0)
 
     def block(self, module: Block) -> nn.Module:
         """Products are joined where a block holds them; a sparse attention calls those of its inner one singly."""
@@ -720,22 +726,14 @@ def _show(ctx: Context, layer: Layer, q: Tensor, mask: Visible | Tensor, terms: 
         watch.see(q, k, v, mask, terms)
 
 
-class Perplexity(NamedTuple):
-    before: float
-    after: float
-
-
 @torch.inference_mode()
-def perplexity_change(
-    model: Model, prepared: Model, ids: Tensor, *, source: Tensor | None = None
-) -> Perplexity:
-    """exp of the mean negative log-likelihood of ids (b t) from the second token on, by both models."""
+def perplexity(model: Model, ids: Tensor, source: Tensor | None = None) -> float:
+    """exp of the mean negative log-likelihood of ids (b t) from the second token on."""
     if ids.shape[-1] < 2:
         raise UsageError("perplexity needs rows of at least two tokens: the first is given")
-    totals = [0.0, 0.0]
-    for k, each in enumerate((model, prepared)):
-        for i, row in enumerate(ids):
-            given = {} if source is None else {"source": source[i : i + 1]}
-            logits = each(row[None], **given)[0, :-1].float()
-            totals[k] += F.cross_entropy(logits, row[1:], reduction="sum").item()
-    return Perplexity(*(math.exp(total / ids[:, 1:].numel()) for total in totals))
+    total = 0.0
+    for i, row in enumerate(ids):
+        given = {} if source is None else {"source": source[i : i + 1]}
+        logits = model(row[None], **given)[0, :-1].float()
+        total += F.cross_entropy(logits, row[1:], reduction="sum").item()
+    return math.exp(total / ids[:, 1:].numel())
