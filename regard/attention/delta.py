@@ -64,19 +64,24 @@ class DeltaRule:
 # --- the rule: q, k (b t h d), v (b t h e), log decay g and beta (b t h), s (b h d e) -> o (b t h e), s --------------
 
 
+def recall(k: Tensor, s: Tensor) -> Tensor:
+    """What a state holds for keys: (b h d), (b h d e) -> (b h e)."""
+    return torch.einsum("bhd,bhde->bhe", k, s)
+
+
 def recurrent(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor, fresh: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor,
+    fresh: Tensor | None = None, recall: Callable[[Tensor, Tensor], Tensor] = recall
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`fresh` (b t): tokens before which the state is forgotten."""
     decay, out = g.exp(), []
     if fresh is not None:
         decay = decay.masked_fill(fresh[..., None], 0.0)
     for t in range(q.shape[1]):
         s = s * decay[:, t, :, None, None]
-        recalled = torch.einsum("bhd,bhde->bhe", k[:, t], s)
-        u = beta[:, t, :, None] * (v[:, t] - recalled)
+        u = beta[:, t, :, None] * (v[:, t] - recall(k[:, t], s))
         s = s + k[:, t, :, :, None] * u[:, :, None]
-        out.append(torch.einsum("bhd,bhde->bhe", q[:, t], s))
+        out.append(recall(q[:, t], s))
     return torch.stack(out, 1), s
 
 
@@ -157,7 +162,7 @@ class GatedDeltaRule(Mechanism):
         self.dt_bias = nn.Parameter(torch.ones(h))
         self.norm = RMSNorm(c.value_dim, c.eps)
         self.wo = nn.Linear(h * c.value_dim, dim, bias=False)
-        self.add = add or Add()
+        self.add, self.act = add or Add(), F.silu
 
     def cache_spec(self) -> CacheSpec:
         s, conv = (self.h, self.config.key_dim, self.e), (self.config.conv - 1, sum(self.sizes))
@@ -177,23 +182,35 @@ class GatedDeltaRule(Mechanism):
         count = (ctx.pos.index >= 0).sum(1).expand(len(x))
         real = torch.arange(x.shape[1], device=x.device) < count[:, None]
         q, k, v = self.split(self.convolve(inputs, fresh).to(wide))
-        beta = self.wb(x).to(wide).sigmoid() * real[..., None]
-        step = F.softplus(self.wa(x).to(wide) + self.dt_bias)
+        beta = self.sigmoid(self.wb(x).to(wide)) * real[..., None]
+        step = self.softplus(self.wa(x).to(wide) + self.dt_bias)
         g = -self.a_log.to(wide).exp() * step * real[..., None]
         before, keep = state["s"].to(wide), ((count - 1) // CHUNK - 1).clamp(min=0)
         with torch.autocast(x.device.type, enabled=False):
-            if x.shape[1] == 1:
-                o, s = recurrent(q, k, v, g, beta, before, fresh)
-            else:
-                mark = None if store is None else keep
-                o, s, before = chunked(q, k, v, g, beta, before, fresh, mark)
+            mark = None if store is None else keep
+            o, s, before = self.rule(q, k, v, g, beta, before, fresh, mark)
         if store is not None:
             past = self.past(k, v, g, beta, inputs, before, keep)
             store.put({"s": s, "conv": self.ends(inputs, count)}, past)
         return o
 
+    def rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor,
+        fresh: Tensor | None = None, keep: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """By the form that is faster; gives what `chunked` does."""
+        if q.shape[1] > 1:
+            return chunked(q, k, v, g, beta, s, fresh, keep)
+        return *recurrent(q, k, v, g, beta, s, fresh), s
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return x.sigmoid()
+
+    def softplus(self, x: Tensor) -> Tensor:
+        return F.softplus(x)
+
     def weigh(self, o: Tensor, x: Tensor) -> Tensor:
-        return self.norm(o.to(x.dtype)) * F.silu(self.wz(x)).view_as(o)
+        return self.norm(o.to(x.dtype)) * self.act(self.wz(x)).view_as(o)
 
     def borders(self, ctx: Context, rows: int) -> Tensor | None:
         """(b t): whether a token is the first of another document than the token before it."""
@@ -219,7 +236,7 @@ class GatedDeltaRule(Mechanism):
             column = torch.arange(size, device=inputs.device)
             age = column - torch.where(fresh, column, -width).cummax(1).values
             terms = [x * (age >= width - 1 - i)[..., None] for i, x in enumerate(terms)]
-        return F.silu(sum(terms[1:], terms[0]))
+        return self.act(sum(terms[1:], terms[0]))
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(b t c) -> q, k (b t h d) of length 1 / sqrt(d) and 1, v (b t h e)."""
@@ -250,7 +267,8 @@ class GatedDeltaRule(Mechanism):
             n = n - start[rows]
             stay = (torch.arange(k.shape[1], device=k.device) < n[:, None])[..., None]
             # Keys stand in for queries: what those find is not asked for.
-            last = chunked(k[rows], k[rows], v[rows], g[rows] * stay, beta[rows] * stay, s[rows])[1]
+            kept = (g[rows] * stay, beta[rows] * stay, s[rows])
+            last = self.rule(k[rows], k[rows], v[rows], *kept)[1]
             return {"s": last, "conv": self.ends(inputs[rows], n)}
 
         return state

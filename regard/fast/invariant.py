@@ -6,8 +6,9 @@ What makes a row's numbers depend on the batch, and what is done here:
 - fused attention sums in an order that depends on lengths and chunks: the `ordered` backend has fixed tiles;
 - MLA has two forms: it is always absorbed. Sparse attention is dense while all keys can be chosen: it always chooses;
 - fused recurrent layers sum as they please: the cells' equations are run step by step. Images are read one by one;
-- sigmoid, SiLU and GELU round differently in the last few elements of a tensor: they work on padded pieces, and
-  where a number's neighbours matter too, on copies of each number.
+- the delta rule has a form for one token and one for many: it always goes from token to token;
+- sigmoid, softplus, SiLU and GELU round differently in the last few elements of a tensor: they work on padded pieces,
+  and where a number's neighbours matter too, on copies of each number.
 Norms, softmax, exp, tanh, sin, cos, sorting and all plain arithmetic give an element the same bits anywhere.
 """
 
@@ -23,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.attention.delta import CHUNK, GatedDeltaRule, recurrent
 from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.ordered import agrees, cancelling, dots
@@ -186,6 +188,35 @@ class SteadyGrouped(SteadyParts, GroupedQueryAttention):
     pass
 
 
+def _recall(k: Tensor, s: Tensor) -> Tensor:
+    return (k[:, :, None] * s.mT).contiguous().sum(-1)
+
+
+class SteadyDelta(SteadyParts, GatedDeltaRule):
+    """Token after token, each sum along the last axis."""
+
+    def rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor,
+        fresh: Tensor | None = None, keep: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        found, befores = [], [s]
+        for i in range(0, q.shape[1], CHUNK):
+            at = slice(i, i + CHUNK)
+            new = None if fresh is None else fresh[:, at]
+            o, s = recurrent(q[:, at], k[:, at], v[:, at], g[:, at], beta[:, at], s, new, _recall)
+            found.append(o)
+            befores.append(s)
+        row = torch.arange(len(s))
+        return (
+            torch.cat(found, 1),
+            s,
+            befores[0] if keep is None else torch.stack(befores)[keep, row],
+        )
+
+    def softplus(self, x: Tensor) -> Tensor:
+        return SOFTPLUS(x)
+
+
 class SteadySparse(SparseAttention):
     """It always chooses; what may not be seen lies at the end, so that the rest lies in the same tiles with any k."""
 
@@ -253,7 +284,7 @@ def _steady(kind: type[nn.Module]) -> Callable[[Any, nn.Module], nn.Module]:
     return row
 
 
-GATE = Steady(torch.sigmoid)
+GATE, SOFTPLUS = Steady(torch.sigmoid), Steady(F.softplus)
 TABLE: dict[type, Callable[[Any, nn.Module], nn.Module]] = {
     nn.Linear: _steady(SteadyLinear),
     FeedForward: _steady(FeedForward),
@@ -262,6 +293,7 @@ TABLE: dict[type, Callable[[Any, nn.Module], nn.Module]] = {
     MixtureOfExperts: _steady(SteadyExperts),
     GroupedQueryAttention: _steady(SteadyGrouped),
     LatentAttention: _steady(SteadyLatent),
+    GatedDeltaRule: _steady(SteadyDelta),
     SparseAttention: _steady(SteadySparse),
     Indexer: _steady(SteadyIndexer),
     Additive: _steady(SteadyAdditive),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.attention import DSA, GQA, MLA
+from regard.attention import DSA, GQA, MLA, DeltaRule
 from regard.decode.engine import Engine
 from regard.decode.settings import Request, Settings
 from regard.fast.invariant import invariant
@@ -26,6 +26,7 @@ DENSE = {**SMALL, "ffn_dim": 90, "max_len": 160}
 PAIR = {**SMALL, "ffn_dim": 90, "heads": 4, "head_dim": 13}
 GROUPED = GQA(6, 2, 10, rope=Rope())
 WINDOW = GQA(4, 2, 10, rope=Rope(), window=20, sinks=True, softcap=4.0, qk_norm=1e-6)
+DELTA = DeltaRule(2, 4, 11, 9, conv=3)
 LATENT = MLA(4, 22, 10, 6, query_latent=14, rope=Rope(layout="interleaved"))
 FINE = MoE(
     12, 3, 19, shared=1, score="sigmoid", groups=4, active_groups=2, gain=2.5, corrected=True
@@ -44,6 +45,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "dsa_fp8": lambda: regard.build(
         "llama", **SMALL, attention=DSA(LATENT, 2, 8, 20, 4, True, "fp8"), ffn=FINE
     ),
+    "delta": lambda: regard.build("llama", **DENSE, attention=(DELTA, DELTA)),
+    "delta_gqa": lambda: regard.build("llama", **DENSE, attention=(DELTA, GROUPED)),
     "elman": lambda: RecurrentConfig(VOCAB, 30, 2, "elman").make(),
     "gru_dot": lambda: RecurrentConfig(VOCAB, 30, 1, "gru", "scaled_dot").make(),
     "gru_additive": lambda: RecurrentConfig(VOCAB, 30, 1, "gru", "additive").make(),
@@ -162,9 +165,10 @@ def test_invariant_beams_do_not_depend_on_company(name: str) -> None:
     check(name, torch.float32, ways, beams=3)
 
 
-def test_invariant_bits_survive_speculation() -> None:
-    """Guessed tokens make longer products and other tiles; a row's bits stay."""
-    model = invariant(build("mixtral", torch.float32))
+@pytest.mark.parametrize("name", ["mixtral", "delta_gqa"])
+def test_invariant_bits_survive_speculation(name: str) -> None:
+    """Guessed tokens make longer products and other tiles, states go back; a row's bits stay."""
+    model = invariant(build(name, torch.float32))
     text = [5, 9, 2, 5, 9, 2, 5, 9]
     found = []
     for lookup in (0, 4):

@@ -1,7 +1,7 @@
 """Parity over all that there is: every preset, and every case of every family beside transformers, plain and prepared,
 in every runner, is rounding; and a mistake that is planted in one is found where it stands.
 
-    make parity                               (or: python -m tests.look.walk, about fifteen minutes on two cores)
+    make parity                               (or: python -m tests.look.walk, half an hour on two cores)
     python -m tests.look.walk gemma3 albert   those alone whose names begin so
 
 One line for each model: by runner the largest error, in units of what rounding can do (below 1 is sound), then for each
@@ -130,8 +130,8 @@ def dropped_term(model: Any, patch: pytest.MonkeyPatch) -> tuple[str, ...]:
 class Late(Rope):
     """Every token stands one place too far."""
 
-    def angles(self, pos: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        return super().angles(pos + 1, *rest)
+    def angles(self, pos: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        return super().angles(pos + 1, *rest, **more)
 
 
 def shifted_position(model: Any, patch: pytest.MonkeyPatch) -> tuple[str, ...] | None:
@@ -151,7 +151,7 @@ def shifted_position(model: Any, patch: pytest.MonkeyPatch) -> tuple[str, ...] |
     seen: tuple[str, ...] = ("attention q", "attention k", "k_rope", "read from the cache")
     for layer in {id(b.attention): b.attention for b in tower.blocks}.values():
         for part in (layer, getattr(layer, "attention", layer)):
-            rope = getattr(part.config, "rope", None)
+            rope = vars(part.config).get("rope")
             if rope is not None:
                 late = Late(**{f.name: getattr(rope, f.name) for f in dataclasses.fields(rope)})
                 part.config = dataclasses.replace(part.config, rope=late)
