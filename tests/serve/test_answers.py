@@ -308,11 +308,11 @@ ASKED = {
 
 
 @pytest.mark.parametrize("path", FREE_OF)
-def test_fields_without_a_say_are_taken(demo: Client, path: str) -> None:
+def test_fields_without_a_say_are_taken(plain: Client, path: str) -> None:
     """One by one and together: the answer is the same as without."""
 
     def said(more: dict[str, Any]) -> Any:
-        answer = demo.post(path, {**ASKED[path], **more})
+        answer = plain.post(path, {**ASKED[path], **more})
         output = [item.get("content") for item in answer.get("output", ())]
         return answer.get("choices"), answer.get("data"), output
 
@@ -321,9 +321,9 @@ def test_fields_without_a_say_are_taken(demo: Client, path: str) -> None:
         assert said(more) == expected, more
 
 
-def test_responses_tell_what_they_were_given(demo: Client) -> None:
+def test_responses_tell_what_they_were_given(plain: Client) -> None:
     path = "/v1/responses"
-    answer = demo.post(path, {**ASKED[path], **FREE_OF[path]})
+    answer = plain.post(path, {**ASKED[path], **FREE_OF[path]})
     for name in ("metadata", "prompt_cache_key", "safety_identifier", "user", "max_tool_calls"):
         assert answer[name] == FREE_OF[path][name]
     # Nothing is stored, and there is one tier.
@@ -332,21 +332,21 @@ def test_responses_tell_what_they_were_given(demo: Client) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_where_an_answer_ends(demo: Client, path: str) -> None:
+def test_where_an_answer_ends(plain: Client, path: str) -> None:
     """min_tokens, ignore_eos and stop_token_ids, as vLLM has them."""
 
     def ask(**more: Any) -> tuple[Any, int]:
-        answer = demo.post(path, {**ASKED[path], "max_tokens": 40, **more})
+        answer = plain.post(path, {**ASKED[path], "max_tokens": 40, **more})
         return answer["choices"][0], answer["usage"]["completion_tokens"]
 
-    plain, used = ask()
-    assert plain["finish_reason"] == "stop" and used < 30
+    first, used = ask()
+    assert first["finish_reason"] == "stop" and used < 30
     for more in ({"min_tokens": 30}, {"ignore_eos": True, "max_tokens": 30}):
         choice, count = ask(**more)
         assert count >= 30, more
     assert ask(ignore_eos=True)[0]["finish_reason"] == "length"
-    text = plain["text"] if "text" in plain else plain["message"]["content"]
-    ids = demo.post("/tokenize", {"model": "demo", "prompt": text, "add_special_tokens": False})
+    text = first["text"] if "text" in first else first["message"]["content"]
+    ids = plain.post("/tokenize", {"model": "demo", "prompt": text, "add_special_tokens": False})
     third = ids["tokens"][3]
     cut, count = ask(stop_token_ids=[third])
     assert cut["finish_reason"] == "stop" and count == ids["tokens"].index(third)

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from regard.errors import Fault
-from regard.serve.app import listen
+from regard.serve.app import App, listen
 from regard.serve.edge import Limits
 from regard.serve.host import Options
 from regard.text.chat import TEMPLATES
-from tests.serve.running import Client, running
+from tests.serve.running import Client, running, served
 from tests.text.test_worker import many_files
 
 LONG = {"model": "demo", "prompt": "12 + 30", "max_tokens": 150, "logit_bias": {"0": -100}}
@@ -297,8 +297,8 @@ def test_killed_under_load_it_breaks_off_and_starts_again() -> None:
                 found += part
         # Neither the end of the events nor that of the chunks.
         assert b"[DONE]" not in found and not found.endswith(b"0\r\n\r\n")
-    with process("--port", str(port), "--quiet"):
-        assert when_ready(port).post("/v1/completions", SHORT)["choices"] == expected
+    with served(App({"demo": "demo"}), listen("127.0.0.1", port)) as client:
+        assert client.post("/v1/completions", SHORT)["choices"] == expected
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

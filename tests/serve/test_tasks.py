@@ -232,9 +232,9 @@ def test_looks_change_no_answer(demo: Client) -> None:
     assert found == [expected]
 
 
-def test_looks_leave_others_their_time(demo: Client) -> None:
+def test_looks_leave_others_their_time(plain: Client) -> None:
     """After a look the next one waits while something is written, and comes at once where nothing is."""
-    host, idle = demo.app.hosts["demo"], list[bool]()
+    host, idle = plain.app.hosts["demo"], list[bool]()
     assert host.engine is not None
 
     class Watched(deque[Any]):
@@ -244,11 +244,11 @@ def test_looks_leave_others_their_time(demo: Client) -> None:
 
     host.looks, host.next_look = Watched(), float("inf")
     long = {"model": "demo", "prompt": "Sort:", "max_tokens": 200, "logit_bias": {"0": -100}}
-    thread = threading.Thread(target=lambda: demo.post("/v1/completions", long))
+    thread = threading.Thread(target=lambda: plain.post("/v1/completions", long))
     thread.start()
     while not host.tickets:
         assert thread.is_alive(), "the answer was there before anybody could look"
-    demo.post("/v1/look", {"model": "demo", "input": "12 + 30 = 42", "rows": [-1]})
+    plain.post("/v1/look", {"model": "demo", "input": "12 + 30 = 42", "rows": [-1]})
     thread.join()
     assert set(idle) == {True}
     while host.next_look == float("inf"):
