@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import growth, header, medians
+from measure import floats, growth, header, medians
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "multi30k"
@@ -47,9 +47,7 @@ Side = Callable[[], list[list[int]]]
 
 
 def precisions() -> list[str]:
-    from regard.kernels.linear import half_is_fast
-
-    return ["fp32", "bf16", "int8"] if half_is_fast() else ["fp32", "int8"]
+    return [*floats(), "int8"]
 
 
 # --- the models ---------------------------------------------------------------------------------------------------
@@ -130,7 +128,8 @@ def compare(name: str, args: argparse.Namespace) -> None:
     import regard
 
     plain = peer(name, args.quick)
-    peers = {"fp32": plain, "bf16": copy.deepcopy(plain).to(torch.bfloat16)}
+    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    peers = {p: copy.deepcopy(plain).to(kinds[p]) for p in floats()}
     model = regard.from_hf(plain)
     about, new = (8, 8) if args.quick else (PROMPT, NEW)
     two = bool(plain.config.is_encoder_decoder)
@@ -148,11 +147,23 @@ def compare(name: str, args: argparse.Namespace) -> None:
                     for p in ("fp32", "int8"):
                         sides[f"ctranslate2 {p}"] = writer(Path(home, p), prompts, new)
                 sides = {n: side for n, side in sides.items() if wanted(n, args)}
-                report(f"{name} batch {batch} beams {beams}", sides, batch * new, args.repeats)
+                notes = {f"regard {p}": off(model, m, prompts[0]) for p, m in made.items()}
+                title = f"{name} batch {batch} beams {beams}"
+                report(title, sides, batch * new, args.repeats, notes)
 
 
 def wanted(side: str, args: argparse.Namespace) -> bool:
     return not args.only or any(word in side for word in args.only)
+
+
+@torch.inference_mode()
+def off(plain: Any, packed: Any, prompt: Sequence[int]) -> str:
+    """What a speed costs: by how much logits differ from the plain model's. (What that means for a model which has
+    learned something: bench/quality.py quantised.)"""
+    x = torch.tensor([list(prompt)])
+    more = {"source": x} if plain.reads_source else {}
+    y, z = (m(x, **more).float() for m in (plain, packed))
+    return f"logits off by {((z - y).norm() / y.norm()).item():.2%}"
 
 
 def report(
@@ -340,11 +351,11 @@ def translate(args: argparse.Namespace) -> None:
             print("translate: without CTranslate2, which is not installed here")
         names = [name for name in names if wanted(name, args)]
         if wanted("transformers", args):
-            few = [make(f"transformers {p}", folder, lines[:BATCH], new) for p in ("fp32", "bf16")]
-            slow, fast = medians(few, 1)  # only the better one does the whole work
-            names.insert(0, "transformers fp32" if slow <= fast else "transformers bf16")
-            some = f"{min(BATCH, len(lines))} sentences"
-            print(f"translate: transformers on {some}: fp32 {slow:.2f} s, bf16 {fast:.2f} s")
+            few = [make(f"transformers {p}", folder, lines[:BATCH], new) for p in floats()]
+            times = dict(zip(floats(), medians(few, 1)))  # only the better one does the whole work
+            names.insert(0, f"transformers {min(times, key=times.__getitem__)}")
+            said = ", ".join(f"{p} {seconds:.2f} s" for p, seconds in times.items())
+            print(f"translate: transformers on {min(BATCH, len(lines))} sentences: {said}")
         sides = {name: make(name, folder, lines, new) for name in names}
         notes = {name: "{:.0f} MB for the model and its work, {:.0f} MB the process".format(*peak(name, folder))
                  for name in names}  # fmt: skip

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from measure import child, growth, header, medians
+from measure import child, floats, growth, header, medians
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 SHAPES = [(1, 512), (8, 128)]
@@ -68,8 +68,8 @@ def main() -> None:
     print(f"{'model':<11} {'tokens':>8} {'dtype':>5} {'max diff':>9} {'peer ms':>8} {'ours ms':>8} {'ratio':>6}"
           f" {'peer MB':>8} {'ours MB':>8}")  # fmt: skip
     for name in ("gpt2-124m", "llama"):
-        for dtype, kind in DTYPES.items():
-            theirs = peer(name, kind)
+        for dtype in floats():
+            theirs = peer(name, DTYPES[dtype])
             ours = regard.from_hf(theirs)
             for b, t in SHAPES:
                 ids = torch.randint(0, 32000, (b, t), generator=torch.Generator().manual_seed(0))

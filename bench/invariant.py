@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from decode import BATCHES, NEW, PROMPT, Prompts, peer, ragged
-from measure import header, medians
+from measure import floats, header, medians
 
 PARTS = ("gpt2", "llama")
 DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
@@ -102,7 +102,10 @@ def main() -> None:
     )
     for name in args.part:
         for dtype in args.dtype:
-            compare(name, dtype, args)
+            if DTYPES[dtype] in floats():
+                compare(name, dtype, args)
+            else:
+                print(f"{name} {dtype}: left out, this CPU does not multiply it")
 
 
 if __name__ == "__main__":

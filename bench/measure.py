@@ -55,5 +55,13 @@ def child(script: str, *arguments: Any) -> float:
     return float(done.stdout) / 1e6
 
 
+def floats() -> list[str]:
+    """The types that this machine multiplies: bf16 on a GPU, or a CPU that has it. Others widen it first, a number at a
+    time: what waits for them does not end."""
+    from regard.kernels.linear import half_is_fast
+
+    return ["fp32", "bf16"] if torch.cuda.is_available() or half_is_fast() else ["fp32"]
+
+
 def header() -> str:
     return f"torch {torch.__version__}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.2f}"

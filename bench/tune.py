@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import header
+from measure import floats, header
 
 import regard
 from regard.data.feed import IGNORE, Batch
@@ -113,7 +113,7 @@ def ours(model: Any, made: list[Batch], method: str, compiled: bool, note: Step)
         model = adapted(model, Adapt(method, RANK, ALPHA, targets="all"))
     config = Train(
         steps=len(made),
-        precision="bf16",
+        precision=floats()[-1],
         compile=compiled,
         optim=Optim(lr=RATES[method], decay=0.0, betas=BETAS),
         schedule=Schedule("constant"),
@@ -134,7 +134,7 @@ def ours(model: Any, made: list[Batch], method: str, compiled: bool, note: Step)
 def theirs(folder: Path, made: list[Batch], method: str, compiled: bool, note: Step) -> None:
     import transformers
 
-    narrow = torch.float32 if method == "full" else torch.bfloat16
+    narrow = torch.bfloat16 if method != "full" and "bf16" in floats() else torch.float32
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=narrow)
     if method == "lora":
         import peft
@@ -176,7 +176,7 @@ def theirs(folder: Path, made: list[Batch], method: str, compiled: bool, note: S
         adam_beta2=BETAS[1],
         weight_decay=0.0,
         max_grad_norm=1.0,
-        bf16=True,
+        bf16=floats()[-1] == "bf16",
         use_cpu=not GPU,
         torch_compile=compiled,
         logging_steps=1,
@@ -215,7 +215,8 @@ def serve(side: str, folder: Path, made: list[Batch], pipe: Connection) -> None:
             start[0] = time.perf_counter()
 
     if who == "regard":
-        dtype = None if method == "full" else torch.bfloat16
+        half = method != "full" and "bf16" in floats()
+        dtype = torch.bfloat16 if half else None
         ours(regard.load(folder, dtype=dtype), made, method, bool(more), note)
     else:
         theirs(folder, made, method, bool(more), note)
