@@ -20,6 +20,7 @@ from regard.errors import UsageError
 from regard.fast.cpu import prepare
 from regard.fast.watch import Form, watch
 from regard.models import Model, Patches
+from regard.models.base import border
 from regard.models.embedding import Tokens, context
 from regard.parity.graph import GraphRun
 from regard.parity.trace import PAGE, Cells, Given, Recorder, Trace, trace_of
@@ -64,7 +65,9 @@ def runs_of(model: Model, given: Given) -> dict[str, Run]:
     runs |= {form: formed(form) for m in mechanisms for form in m.forms}
     if next(model.parameters()).is_cpu:
         runs |= prepared_runs(model, size)
-    if text and model.decodes and not why_plain(model, anywhere=True):
+    # What is longer than the border of LongRoPE runs without a graph.
+    fits = size <= (border(model) or size)
+    if text and model.decodes and fits and not why_plain(model, anywhere=True):
         runs["graph"] = lambda g: GraphRun(model, g.shared()).run_all()
     runs["bf16"] = lambda g: Runner(copy.deepcopy(model).bfloat16(), g).alone()
     if torch.cuda.is_available():
@@ -160,6 +163,8 @@ class Runner:
                 more["source"] = more["source"][:, : max(sources)]
             if len(set(sources)) > 1:
                 more["source_lengths"] = torch.tensor(sources, device=self.device)
+        if "cache" in more and border(self.model) is not None:
+            more["cache"].reach = torch.full((len(rows),), self.size, device=self.device)
         y = self.model(ids.to(self.device), backend=self.backend, **more)
         self.trace.put_answer(y, recorder.cells)
 

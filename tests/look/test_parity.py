@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import regard
+from regard.attention import GQA
 from regard.block import ORDERS
 from regard.decode.graphs import why_plain
 from regard.errors import UsageError
@@ -22,6 +23,7 @@ from regard.models import Model
 from regard.parity import CHECKS, Check, Given, Runner, Trace, parity, record, sample
 from regard.parity.envelope import Envelope, Rounding, judge
 from regard.parity.oracle import oracle, regret, steps, unit
+from regard.position import LongRope, Rope
 from tests.look.planted import BUGS, by_tanh, eps, no_residual, part, transposed
 from tests.look.walk import MISTAKES, RUNNERS, planted, preset
 from tests.look.zoo import CLEAN, MODELS, random_model, stirred
@@ -237,6 +239,19 @@ def test_mistake_in_a_preset_is_found_in_its_place(family: str) -> None:
             assert result[1], (mistake, runner, result[0])
             return
     pytest.fail("no mistake can be planted")
+
+
+@pytest.mark.parametrize("border", [3, 6, 16])
+def test_longrope_is_sound_on_both_sides_of_its_border(border: int) -> None:
+    """A text is turned by its whole length, chunk by chunk too; what a graph cannot hold is not asked of one."""
+    long = LongRope((1.0, 1.3), (2.0, 3.0), original_len=border, factor=4.0)
+    rope = Rope(partial=0.5, scaling=long)
+    torch.manual_seed(0)
+    plain = regard.build("llama", dim=32, layers=2, attention=GQA(4, 2, 8, rope=rope), vocab=50)
+    sound = stirred(plain, random.Random(1))
+    checks = parity(sound, sample(sound, rows=2, tokens=9))
+    assert [c for c in checks if c.verdict == "bug"] == []
+    assert any(c.name == "graph against plain" for c in checks) == (border >= 9)
 
 
 @pytest.mark.parametrize("order", ORDERS)
