@@ -65,10 +65,7 @@ class Options:
     # how documents share rows; spans and infill repair whole rows, which is stream to them
     pack: Literal["documents", "stream", "windows", "none"] = "documents"
     # what happens to examples that are longer than a row; default: split where documents are packed
-    overlong: Annotated[
-        Literal["error", "truncate", "drop", "split"] | None,
-        arg(metavar="{error,truncate,drop,split}"),
-    ] = None
+    overlong: Literal["error", "truncate", "drop", "split"] | None = None
     seed: int = 0  # another number, another order
     batch: int = 0  # which batch
     json: Switch = False  # one JSON object

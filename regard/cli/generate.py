@@ -382,9 +382,9 @@ class ChatOptions:
     temperature: Number = None  # 0: always the most probable token; default: the folder's, or 0
     top_p: Number = None  # draw from the most probable tokens that make up this probability
     seed: int = 0  # another number, another text
-    stop: cli.Texts = ()  # end an answer before this text
     # what is not given: as the folder's generation_config.json says, or (plain) its end tokens alone
     defaults: Defaults = "model"
+    stop: cli.Texts = ()  # end an answer before this text
     machine: cli.Machine = cli.Machine()
 
 

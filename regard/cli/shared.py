@@ -148,8 +148,9 @@ def parse(cls: type[T], name: str, arguments: list[str]) -> T | None:
             raise UsageError(one_line(err.getvalue())) from None
     head, *examples = inspect.cleandoc(cls.__doc__ or "").splitlines()
     print("\n".join([head, *(f"  {line}" if line else "" for line in examples)]).rstrip())
-    # What is left out has no value; its text says what happens then.
-    text = re.sub(r"\s*\(default: +None\)|\s*\(default:\s+None\)", "", out.getvalue().strip())
+    # What is left out has no value, and none that could be typed; its text says what happens then.
+    text = re.sub(r"\s*\(default:\s+None\)", "", out.getvalue().strip())
+    text = re.sub(r"\{None\}\||(?<=\{)None,", "", text)
     print("\n".join(["", *(line.rstrip() for line in text.splitlines())]))
     return None
 
