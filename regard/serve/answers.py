@@ -28,7 +28,6 @@ from regard.serve.edge import Exchange, Refusal, late
 from regard.serve.grammar import Matching, Reader, masks_for
 from regard.serve.host import Entry, Host, Models, Ran, Ticket, arrivals
 from regard.serve.prompts import chat_ids, check_turns, prompts_of
-from regard.text import needed
 from regard.text.tokenizer import check_stop
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -104,6 +103,8 @@ class Ask:
         if sum(map(len, self.stop)) > 4096 or (self.stop and beams > 1):
             why = "not with beams" if beams > 1 else "4,096 characters in all"
             raise Refusal(400, f"stop strings: {why}", "stop")
+        if self.stop:
+            self.host.words("stop")
         size = written(self.host.model).vocab
         for name in ("logit_bias", "stop_token_ids"):
             if (most := max(given.get(name, ()), default=0)) >= size:
@@ -353,7 +354,7 @@ async def completions(app: Models, x: Exchange, body: shapes.Completion) -> None
     ask = await app.worker(lambda: Ask(app, x, host, body, prompts, "prompt", **more))
     offsets, echoed = defaultdict[int, Offsets](Offsets), dict[int, str]()
     if body.echo:
-        decode = needed(host.tokenizer).decode
+        decode = host.words("echo").decode
         texts = await app.worker(lambda: [decode(ids) for ids in prompts])
         echoed = dict(enumerate(text for text in texts for _ in range(ask.n)))
 

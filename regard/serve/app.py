@@ -258,7 +258,7 @@ async def detokenize(app: App, x: Exchange, body: shapes.Detokenize) -> None:
         raise Refusal(
             400, f"{len(body.tokens):,} tokens; send at most {app.limits.prompt:,}", "tokens"
         )
-    decode = needed(host.tokenizer).decode
+    decode = host.words("tokens").decode
     text = await app.worker(lambda: decode(body.tokens, skip_special=skip), "tokens")
     await x.json({"prompt": text})
 

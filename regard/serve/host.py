@@ -258,6 +258,13 @@ class Host:
             return self.engine.chunk
         return 512 if next(self.model.parameters()).device.type == "cpu" else 16384
 
+    def words(self, param: str) -> Tokenizer:
+        """Its tokenizer; without one, what a field asks for cannot be."""
+        if self.tokenizer is None:
+            why = f"{self.name} has no tokenizer, which {param} needs; it reads ids alone"
+            raise Refusal(400, why, param)
+        return self.tokenizer
+
     def token(self, index: int) -> bytes:
         """The bytes of a token."""
         if index not in self.known and self.tokenizer is not None:

@@ -57,7 +57,7 @@ async def encoded(
     app: Models, host: Host, texts: Sequence[str], most: int, param: str, **how: bool
 ) -> list[list[int]]:
     """The ids of texts, of which none has more than `most`."""
-    tokenizer = needed(host.tokenizer)
+    tokenizer = host.words(param)
     for text in texts:
         check_size(host, len(text), most, param)
     if sum(map(len, texts)) <= LONG:

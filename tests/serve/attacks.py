@@ -46,7 +46,7 @@ class Attacker:
             answer = connection.getresponse()
             status = answer.status
             while part := answer.read(1 << 16):
-                text = text or part[:300].decode(errors="replace")
+                text = text or part[:3000].decode(errors="replace")
                 connection.timeout = self.left
                 if time.monotonic() > self.end:
                     break
@@ -56,7 +56,7 @@ class Attacker:
             status = status or CUT
         finally:
             connection.close()
-        self.found.append((status, text if status >= 500 else ""))
+        self.found.append((status, text if status >= 400 else ""))
         return status
 
     def open(self, path: str, body: Any, window: int | None = None) -> socket.socket:
@@ -556,5 +556,5 @@ def walked(a: Attacker, share: int, shares: int, every: int) -> None:
     """A part of the walk: one in `every` of what falls to this share."""
     for path, place, body in walk(a.port)[share::shares][::every]:
         status = a.post(path, dumped(body).replace(dumped(HUGE), b"1" + b"0" * 400))
-        if status >= 500:
+        if status >= 400:
             a.found[-1] = status, f"{path} {place} {a.found[-1][1]}"

@@ -297,6 +297,21 @@ def test_answers_are_bounded_together_and_given_back(
     assert client.app.held.bytes == 0
 
 
+def test_the_prompts_of_a_client_come_one_after_the_other(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has as late a turn as rows of the same client come before it; its own rows count too."""
+    engine, turns = client.app.hosts["demo"].engine, list[int]()
+    assert engine is not None
+    submit = engine.submit
+    monkeypatch.setattr(engine, "submit", lambda r: turns.append(r.turn) or submit(r))  # type: ignore[func-returns-value]
+    body = {"model": "demo", "prompt": ["a", "b", "c"], "max_tokens": 1}
+    for more, expected in (({}, [0, 1, 2]), ({"n": 2}, [1, 3, 5]), ({"beams": 4}, [3, 7, 11])):
+        turns.clear()
+        client.post("/v1/completions", body | more)
+        assert turns == expected
+
+
 # Log probabilities of every kind: of many tokens, by a body whose answers have them.
 LISTED: dict[str, tuple[str, dict[str, Any]]] = {
     "completions": ("/v1/completions", {"model": "demo", "prompt": "a", "logprobs": 20, "n": 2}),

@@ -182,6 +182,14 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/look", {"model": "words", "input": "the dog", "layers": [7]}, "layers"),
     ("/v1/look", {"model": "t5", "input": "the dog"}, "source"),
     ("/v1/look", {"model": "words"}, "id"),
+    # A model without a tokenizer.
+    ("/v1/completions", {"model": "bare", "prompt": "a"}, "prompt"),
+    ("/v1/completions", {"model": "bare", "prompt": [[5], "a"]}, "prompt"),
+    ("/v1/completions", {"model": "bare", "prompt": [5], "stop": "a"}, "stop"),
+    ("/v1/completions", {"model": "bare", "prompt": [5], "echo": True}, "echo"),
+    ("/tokenize", {"model": "bare", "prompt": "a"}, "prompt"),
+    ("/tokenize", {"model": "bare", "messages": [{"role": "user", "content": "a"}]}, "messages"),
+    ("/detokenize", {"model": "bare", "tokens": [5]}, "tokens"),
 ]  # type: ignore[list-item]
 
 
