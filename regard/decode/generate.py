@@ -255,7 +255,7 @@ class Job:
         )
         self.live = live or bool(self.stop)
         self.two = model.reads_source
-        self.start = (special_of(model).start or 0) if self.two else 0
+        self.start = special_of(model).start or 0
         self.tokenizer = tokenizer_of(model)
         self.sized = settings_of(model, settings, defaults, single)
         self.settings = self.sized(1)

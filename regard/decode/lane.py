@@ -137,7 +137,7 @@ class Row:
 
 def pack(mask: Any, words: Any, vocab: int) -> None:
     """Write a mask over the vocabulary to words of 32 bits, of numpy; what lies past its end is 0."""
-    given = np.asarray(mask.cpu() if isinstance(mask, Tensor) else mask).reshape(-1)
+    given = np.asarray(mask.cpu() if isinstance(mask, Tensor) else mask).ravel()
     if given.dtype == bool and given.size <= vocab:
         given = np.packbits(given, bitorder="little")
         words = words.view(np.uint8)

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 
 import regard
+from regard.checkpoint import rules
 from regard.checkpoint.hf import Origin, express
+from regard.config import to_dict
 from regard.decode.defaults import folder_settings
 from regard.errors import Notice, UsageError
 from regard.layers import MLP
 from regard.moe import MoE
+from regard.position import Rope
 from regard.presets import PRESETS
 from tests.checkpoint.families import ONE_PER_FAMILY
 from tests.checkpoint.test_hf import Peers
@@ -119,8 +122,6 @@ def test_no_rule_fails_on_a_model_that_it_does_not_fit(name: str) -> None:
 
 
 def test_mistake_in_a_rule_is_raised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from regard.checkpoint import rules
-
     def wrong(*_: Any) -> None:
         raise KeyError("a mistake")
 
@@ -158,3 +159,14 @@ def test_config_decides_about_decoding_only_without_a_generation_config(
     assert found.get("forced_first") == said.get("forced_bos_token_id")
     assert found.get("forced_last") == said.get("forced_eos_token_id")
     assert found.get("banned", ()) == tuple(w[0] for w in said.get("bad_words_ids", []))
+
+
+def test_groups_that_are_null_are_one() -> None:
+    """As if none were named: experts are then chosen among all."""
+    assert rules._count({"n_group": None}, "n_group", 8) == 1
+    assert rules._count({}, "n_group", 8) == 8 and rules._count({"n_group": 4}, "n_group", 8) == 4
+
+
+def test_share_of_rope_is_written_where_it_is_not_all() -> None:
+    assert "partial_rotary_factor" not in rules._rope_words(to_dict(Rope()))
+    assert rules._rope_words(to_dict(Rope(partial=0.5)))["partial_rotary_factor"] == 0.5

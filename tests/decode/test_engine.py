@@ -230,16 +230,18 @@ def test_pool_that_just_fits_a_request_runs_it_to_its_end(name: str, runner: str
         Settings(max_new_tokens=9, temperature=2.0, samples=5),
         Settings(max_new_tokens=9, beams=5, n_best=5),
         Settings(max_new_tokens=9, lookup=4),
+        Settings(max_new_tokens=8, beams=3),
     ):
-        for size in (1, 3, 4, 6):
+        for size in (1, 3, 4, 5, 6) if settings.max_new_tokens == 9 else (1, 5):
             (prompt,) = prompts((size,))
             source = -(-size // 4) if name == "twin" else 0
             text = 1 if source else size
-            full_pages, pages = text // 4, -(-(text + 8) // 4)
+            new = settings.max_new_tokens
+            full_pages, pages = text // 4, -(-(text + new - 1) // 4)
             need = source + full_pages + settings.rows * (pages - full_pages)
             if runner == "graph" and settings.beams > 1:
                 # They feed the last token of the prompt, each to a page of its own.
-                need = source + -(-(text - 1) // 4) + settings.beams * 3
+                need = source + -(-(text - 1) // 4) + settings.beams * -(-new // 4)
             how: Any = {"runner": runner, "page": 4}
             engine = Engine(model(name), pages=need, prefix=size % 2 > 0, **how)
             if engine.slots is not None:

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from regard.decode.engine import Engine
-from regard.decode.settings import Settings
+from regard.decode.lane import Row
+from regard.decode.settings import Request, Settings
+from regard.decode.speculate import LONGEST, Index
 from tests.decode.tiny import (
     DECODERS,
     Counted,
@@ -75,7 +77,6 @@ def test_lookup_emits_events_in_order() -> None:
 
 def test_lookup_finds_the_latest_longest_run() -> None:
     """Held against a plain search through the whole text."""
-    from regard.decode.speculate import LONGEST, Index
 
     def plainly(text: list[int], room: int) -> list[int]:
         for n in range(min(LONGEST, len(text) - 1), 0, -1):
@@ -91,6 +92,14 @@ def test_lookup_finds_the_latest_longest_run() -> None:
         for end in range(5, 80):
             index.extend(text[len(index.text) : end])
             assert index.after(4) == plainly(text[:end], 4)
+
+
+def test_row_looks_up_all_that_it_has_said() -> None:
+    row = Row(Request([5, 6, 7], Settings(max_new_tokens=20, lookup=3)), 0)
+    for said in ([5], [5, 8, 9], [5, 8, 9, 2, 8]):
+        row.ids = list(said)
+        assert row.guesses() == Index([5, 6, 7, *said]).after(3) and row.index is not None
+        assert row.index.text == [5, 6, 7, *said]
 
 
 @pytest.mark.parametrize("setting", ["lookup", "draft"])
