@@ -56,7 +56,7 @@ enum { FLIP = 0, WIDER = 0 };
 
 /* Rows and vectors of outputs whose sums fit into the registers. */
 #if LANES == 16
-enum { TAKE = 1, WIDE = 2, ROWS = 14, BYTE_ROWS = WIDER ? 12 : 7 };
+enum { TAKE = 1, WIDE = 2, ROWS = 14, BYTE_ROWS = WIDER ? 12 : 13 };
 #elif LANES == 8
 enum { TAKE = 1, WIDE = 2, ROWS = 6, BYTE_ROWS = WIDER ? 4 : 6 };
 #elif defined(__ARM_NEON)
@@ -201,10 +201,10 @@ static int64_t row_of(const Linear *l, int64_t s, int64_t j) {
 #define WITH2(i) ((i) ^ 2)
 #define WITH4(i) ((i) ^ 4)
 #define WITH8(i) ((i) ^ 8)
-#define LESS1(i) ((i) & 1 ? 1u << 31 : 0)
-#define LESS2(i) ((i) & 2 ? 1u << 31 : 0)
-#define LESS4(i) ((i) & 4 ? 1u << 31 : 0)
-#define LESS8(i) ((i) & 8 ? 1u << 31 : 0)
+#define LESS1(i) ((i) & 1 ? -1.f : 1.f)
+#define LESS2(i) ((i) & 2 ? -1.f : 1.f)
+#define LESS4(i) ((i) & 4 ? -1.f : 1.f)
+#define LESS8(i) ((i) & 8 ? -1.f : 1.f)
 #if defined(__clang__)
 #define SWAPPED(x, WITH) __builtin_shufflevector(x, x, EACH(WITH))
 #else
@@ -212,7 +212,7 @@ static int64_t row_of(const Linear *l, int64_t s, int64_t j) {
 #endif
 #define WITHIN(STEP)                                                                               \
     for (int v = 0; LANES > STEP && v < 64 / LANES; v++) {                                         \
-        h[v] = SWAPPED(h[v], WITH##STEP) + (vec)((bits)h[v] ^ (bits){EACH(LESS##STEP)});           \
+        h[v] = SWAPPED(h[v], WITH##STEP) + h[v] * (vec){EACH(LESS##STEP)};                         \
         KEEP(h[v]);                                                                                \
     }
 /* Over all lanes, each of which gets it. */
