@@ -48,6 +48,7 @@ def test_bug_is_exit_code_5_and_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     assert done.code == 5
     rows = [line for line in done.out.splitlines() if " bug " in line]
     names = ["paged against uncached", "shared against alone", "packed in shared pages"]
+    names += ["int8 in shared pages"]
     assert [row.split("  ")[0] for row in rows] == names
     assert all(row.endswith("block 1 attention k read from the cache") for row in rows)
     assert "bug: the paged run leaves what rounding can do at block 1 attention k" in done.err

@@ -26,7 +26,7 @@ HEAD = ("check", "verdict", "difference", "error", "where the error is largest")
 class Options:
     """Bug or rounding? Run a model in every way it can be run, and hold each against float64.
 
-    regard parity MODEL                    fused, cached, shared, batched, packed, graph, bf16, GPU, transformers
+    regard parity MODEL                    fused, cached, shared, batched, packed, int8, graph, bf16, GPU, transformers
     regard parity MODEL --tokens 100       longer rows: past a window, or what a sparse attention chooses from
     """
 

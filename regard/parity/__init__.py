@@ -50,6 +50,8 @@ CHECKS = {
     "bf16 against fp32": ("bf16", "fused"),
     "packed against plain": ("packed", "fused"),
     "packed in shared pages": ("packed pages", "fused"),
+    "int8 against plain": ("int8", "fused"),
+    "int8 in shared pages": ("int8 pages", "fused"),
     "unwatched against watched": ("unwatched", "packed"),
     "graph against plain": ("graph", "fused"),
     "GPU against CPU": ("GPU", "fused"),

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from regard.kernels.linear import TILE, turned
 from regard.models import Model
 from regard.parity.oracle import NOTHING, SAFETY, Step, rms, steps, unit
 from regard.parity.runs import Runner
@@ -24,8 +25,10 @@ from regard.parity.trace import Trace
 # u sqrt(n) / 8 where that is more, for its partial sums, which are float32 in every dtype, are rounded too). The
 # spread of the results, root mean square over the features of each token, is what rounding does to that token there;
 # SAFETY times it is the envelope. A bug is an error outside of it, and the first one is named.
+# In int8 the operands of linear layers are off by half a step of their tile's scale, too.
 
 SAMPLES = 4
+STEP = 1 / 254  # half a step, in units of the largest number of a tile
 EXACT = (
     *("embedding", "index", "index_select", "gather", "scatter", "cat", "stack", "clone", "copy_"),
     *("_to_copy", "masked_fill", "where", "relu", "neg", "abs", "clamp", "zeros", "ones", "full"),
@@ -39,16 +42,23 @@ CURVES = ("gelu", "silu")  # x times a number near 0 or 1: off by a share of x, 
 
 
 class Rounding(TorchDispatchMode):
-    """Every float64 operation in here is off by a relative error drawn from -u .. u."""
+    """Every float64 operation in here is off by a relative error drawn from -u .. u. `int8`: what matrices multiply
+    by has been rounded to 8 bits, and they too."""
 
-    def __init__(self, u: float):
+    def __init__(self, u: float, int8: bool = False):
         super().__init__()
-        self.u, self.drawn = u, torch.Generator().manual_seed(0)
+        self.u, self.int8, self.drawn = u, int8, torch.Generator().manual_seed(0)
 
     def noise(self, x: Tensor, u: float = 0.0) -> Tensor:
         u = max(u, self.u)
         drawn = torch.rand(x.shape, generator=self.drawn, dtype=x.dtype)
         return drawn.mul_(2 * u).add_(1 - u)
+
+    def coarse(self, x: Tensor) -> Tensor:
+        """x (n k) as after rounding by the scale of each tile."""
+        step = turned(x).abs().amax(-1) * (STEP / 8)
+        off = torch.rand(x.shape, generator=self.drawn, dtype=x.dtype).mul_(2).sub_(1)
+        return x + off * step.repeat_interleave(TILE, -1)[:, : x.shape[1]]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -61,6 +71,9 @@ class Rounding(TorchDispatchMode):
                 x = args[PRODUCTS[name]]
                 terms = x[0].numel() if x.dim() == 4 else x.shape[-1]
                 partial = unit(torch.float32) * math.sqrt(terms) / 8
+            if self.int8 and name in ("mm", "addmm"):
+                *bias, x, w = args
+                args = (*bias, self.coarse(x), self.coarse(w.mT).mT)
             args = tuple(x * self.noise(x, partial) if _wide(x) else x for x in args)
         out = func(*args, **(kwargs or {}))
         if name in CURVES:
@@ -86,11 +99,13 @@ class Envelope:
         # Every row several times: each is off in another way.
         trace = Runner(model, run.given.times(SAMPLES), "reference").together().as_seen(run)
         exact = steps(model, trace, compared=False)
-        with Rounding(self.u):
+        with Rounding(self.u, run.int8):
             drawn = steps(model, trace, compared=False)
         for a, b in zip(exact, drawn, strict=True):
             off = rms(a.value - b.value).unflatten(0, (SAMPLES, -1))
-            self.spread[a.key] = off.square().mean(0).sqrt()
+            spread = off.square().mean(0).sqrt()
+            # Errors of 8 bits are so large that few draws do not tell where a norm makes more of one.
+            self.spread[a.key] = spread.amax().expand_as(spread) if run.int8 else spread
 
     def ratio(self, step: Step) -> Tensor:
         """The error in units of what rounding may do: more than 1 is outside (rows, positions)."""

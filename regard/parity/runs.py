@@ -79,19 +79,21 @@ def prepared_runs(model: Model, size: int) -> dict[str, Run]:
     """As it is packed for this CPU: a prompt, and then token by token where it can."""
 
     @cache
-    def made() -> Model:
-        return prepare(model)
+    def made(precision: str = "fp32") -> Model:
+        return prepare(model, precision)
 
-    def packed(given: Given, watched: bool = True) -> Trace:
-        runner = Runner(made(), given, watched=watched)
+    def packed(given: Given, precision: str = "fp32", watched: bool = True) -> Trace:
+        runner = Runner(made(precision), given, watched=watched)
         if not model.decodes:
             # Texts of different lengths, without padding between them.
             return runner.together(cut=given.ids.dim() == 2)
         return runner.cached("contiguous", [size // 2] + [1] * (size - size // 2))
 
     runs: dict[str, Run] = {"packed": packed, "unwatched": lambda g: packed(g, watched=False)}
+    runs["int8"] = lambda g: packed(g, "int8")
     if model.decodes:
         runs["packed pages"] = lambda g: Runner(made(), g.shared()).shared(steps=True)
+        runs["int8 pages"] = lambda g: Runner(made("int8"), g.shared()).shared(steps=True)
     return runs
 
 
@@ -135,6 +137,7 @@ class Runner:
         weight = next(model.parameters())
         self.given, self.backend, self.device = given, backend, weight.device
         self.trace = trace_of(model, given, weight.dtype)
+        self.trace.int8 = getattr(model, "precision", "") == "int8"
         self.rows, self.size = self.trace.size
         self.recorder = Recorder(self.trace)
         self.model = watch(model, self.recorder) if watched else model

@@ -123,6 +123,7 @@ class Trace:
     size: tuple[int, int]  # rows, positions
     source: int = 0  # positions of the source
     dtype: torch.dtype = torch.float32
+    int8: bool = False  # linear layers round to 8 bits
     lengths: Tensor | None = None  # of the rows, where they are cut
     source_lengths: Tensor | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -177,7 +178,7 @@ class Trace:
         """What the envelopes of runs depend on: the type, the texts, and what was seen of them."""
         seen = [(name, self.hidden(name).numpy().tobytes()) for name in self.tensors]
         texts = self.given.ids.numpy().tobytes()
-        return self.dtype, texts, tuple(sorted(seen)), tuple(sorted(self.calls))
+        return self.dtype, self.int8, texts, tuple(sorted(seen)), tuple(sorted(self.calls))
 
     def as_seen(self, run: Trace) -> Trace:
         """Of what is here, which holds every row several times, as much as `run` has shown."""

@@ -19,6 +19,7 @@ from regard.fast.cpu import prepare
 from regard.fast.invariant import invariant
 from regard.fast.watch import Watcher, watch
 from regard.kernels.c import native
+from regard.kernels.linear import Int8
 from regard.models import Model
 from regard.parity import CHECKS, Check, Given, Runner, Trace, parity, record, sample
 from regard.parity.envelope import Envelope, Rounding, judge
@@ -203,10 +204,25 @@ def test_rounding_mode_moves_every_result_by_about_a_unit() -> None:
 
 # --- every preset, in every runner --------------------------------------------------------------------------------
 
+
+def test_envelope_of_int8_is_as_wide_as_its_rounding() -> None:
+    """Not wider, else a mistake would pass; and not less."""
+    torch.manual_seed(0)
+    x, w = torch.randn(40, 100) * torch.rand(40, 1) * 9, torch.randn(30, 100) + 0.2
+    exact = x.double() @ w.double().t()
+    real = Int8(w, None)(x).double() - exact
+    with Rounding(unit(torch.float32), int8=True):
+        drawn = x.double() @ w.double().t()
+    ratio = real.square().mean(1).sqrt() / (drawn - exact).square().mean(1).sqrt()
+    assert 0.7 < float(ratio.mean()) < 1.4
+    assert float(ratio.min()) > 0.4 and float(ratio.max()) < 2.5
+
+
 # One of each family; the whole of it is `make parity`.
 PRESETS = {family or name: name for name, (family, _) in reversed(regard.PRESETS.items())}
 JUDGED = ("shared against alone", "packed against plain", "packed in shared pages")
 JUDGED += ("unwatched against watched", "graph against plain")
+JUDGED += ("int8 against plain", "int8 in shared pages")
 # One mistake in each, in turn.
 TURNS = [(m, r) for m in MISTAKES for r in RUNNERS if (m, r) != ("page", "rows")]
 
@@ -385,7 +401,7 @@ def test_every_mechanism_gets_the_checks_that_it_has() -> None:
         }
 
     absorbed, ring = "absorbed against expanded", "ring against uncached"
-    here = {"packed against plain", "unwatched against watched"}
+    here = {"packed against plain", "unwatched against watched", "int8 against plain"}
     here |= {"GPU against CPU", "ours against transformers"}
     assert names("mla") - here == set(CHECKS) - here - {ring}
     assert names("window") - here == set(CHECKS) - here - {absorbed}
