@@ -122,9 +122,8 @@ class Ring(Contiguous):
     def begin(self, size: int, lengths: Tensor | None = None) -> Span:
         span = super().begin(size, lengths)
         self.high = torch.maximum(self.high, self.lengths)
-        self._new = Span(
-            span.index.expand(self.batch, -1), reach=span.reach
-        )  # slots wrap around: no plain run
+        # Slots wrap around: no plain run.
+        self._new = Span(span.index.expand(self.batch, -1), reach=span.reach)
         return span
 
     def _positions(self) -> Span:
