@@ -153,7 +153,7 @@ class LM:
     bias: bool = False  # on the logits
     scaled: bool = False  # hidden times dim^-0.5 first (T5 v1.0)
     trained: bool = True  # the bias; BART and Marian keep theirs as it was loaded
-    softcap: Positive | None = None  # logits are c tanh(z / c)
+    logit_softcap: Positive | None = None  # logits are c tanh(z / c)
     kind: str = "lm"
 
 
@@ -266,7 +266,7 @@ class LMHead(nn.Module):
 
     @property
     def softcap(self) -> float | None:
-        return self.config.softcap if isinstance(self.config, LM) else None
+        return self.config.logit_softcap if isinstance(self.config, LM) else None
 
     def capped(self, logits: Tensor) -> Tensor:
         cap = self.softcap

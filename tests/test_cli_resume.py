@@ -190,7 +190,7 @@ def test_stop_in_a_long_evaluation_saves_first(
 
         return measure(*args, between=asked, **settings)
 
-    monkeypatch.setattr("regard.train.build.measure", watched)
+    monkeypatch.setattr("regard.train.build.measured", watched)
     for stop in (2, 99):  # batches of the evaluation after step 4, and samples
         shutil.rmtree(home / "parts", ignore_errors=True)
         calls.clear()

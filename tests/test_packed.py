@@ -55,7 +55,9 @@ def test_a_prepared_model_is_taken_as_it_is(name: str, precision: str) -> None:
     home, ask = ASKING[name][0](), ASKING[name][1]
     fast = regard.prepare(regard.load(home), precision)
     found = ask(fast)
-    assert found == ask(home, **({} if precision == "fp32" else {"quantize": precision}))
+    want = ask(home, **({} if precision == "fp32" else {"quantize": precision}))
+    # The plain and the packed sums of fp32 have other last bits.
+    assert found == (pytest.approx(want, rel=1e-6) if name == "evaluate" else want)
     with pytest.raises(UsageError, match=f"already prepared in {precision}"):
         ask(fast, quantize="int8")
 

@@ -323,7 +323,7 @@ GEMMA3 = llama_like(
             lambda hf, i: (i + 1) % hf.get("sliding_window_pattern", 6) > 0, 4096,
             more="sliding_window_pattern",
         ),
-        final_logit_softcapping=Key("head.softcap", None), **fixed(use_bidirectional_attention=False),
+        final_logit_softcapping=Key("head.logit_softcap", None), **fixed(use_bidirectional_attention=False),
     ),
     # transformers' Gemma 3 reads no cap on scores.
     inert="attn_logit_softcapping _sliding_window_pattern",

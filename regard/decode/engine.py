@@ -33,7 +33,6 @@ import torch
 from regard.cache import CacheSpec, OutOfPages, Pool, alike, taken_back
 from regard.decode.beam import Shape
 from regard.decode.check import check, check_draft, check_drafted, check_pages, context_of
-from regard.decode.defaults import described
 from regard.decode.graphs import SlotLane, runner_of, source_length, source_size, why_plain
 from regard.decode.lane import Lane, Row, Scores, page_keys, unscored
 from regard.decode.plain import PlainLane, SinksLane, WindowLane, streams
@@ -154,6 +153,9 @@ class Engine:
         else:
             name = "native" if isinstance(self.model, Prepared) else "torch"
             lines = [f"runner {name}: no CUDA graph, as {self.plain}", self.model.explain()]
+        # An engine runs without a package for texts.
+        from regard.decode.defaults import described
+
         # What `regard.generate`, the commands and the server ask for, unless they are told otherwise.
         return "\n".join(filter(None, [*lines, described(self.model)]))
 

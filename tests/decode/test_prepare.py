@@ -186,7 +186,7 @@ def test_prepared_feed_forward_equals_its_original(act: str, gated: bool, precis
 def test_capped_logits_are_capped_in_every_head(precision: str) -> None:
     """Of all, of the best alone, and of a graph's, whose added rows can never be said."""
     free, x = small("gqa_rope"), ids(2, 5)
-    model = Transformer(replace(free.config, head=LM(tied=False, softcap=0.5))).eval()
+    model = Transformer(replace(free.config, head=LM(tied=False, logit_softcap=0.5))).eval()
     model.load_state_dict(free.state_dict())
     plain, fast = model(x), prepare(model, precision)
     torch.testing.assert_close(plain, 0.5 * torch.tanh(free(x) / 0.5))
