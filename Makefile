@@ -30,7 +30,7 @@ export CHECK_TORCH
 .PHONY: help demo tour docs test test-kernels test-browser parity faults mutants bench wheel format clean
 
 help:
-	@echo "make demo    set up, then train the Transformer of 2017 on dates in 76 languages (five minutes)"
+	@echo "make demo    set up, then train the Transformer of 2017 on dates in 76 languages (three to six minutes)"
 	@echo "make tour    set up, then build every family, check every law, print the mechanisms"
 	@echo "make docs    set up, then the documentation as a site, with search, offline: build/docs/index.html"
 	@echo "make test    set up, then ruff, mypy and pytest"

@@ -2,7 +2,7 @@
 
     make demo          (or: python examples/demo.py)
 
-About five minutes on two cores; needs Babel, whose data the dates are made of. Everything is written under runs/demo.
+Three to six minutes on two cores; needs Babel, whose data the dates are made of. Everything is written under runs/demo.
 Settings of the config may be changed: python examples/demo.py --train.steps 100
 """
 
