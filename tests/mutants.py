@@ -48,7 +48,7 @@ TARGETS = sorted(
     if path.name not in ("__init__.py", "graphs.py")
 )  # fmt: skip
 # Seconds of tests, by the map, that one mistake is worth; and the longest it may take before it counts as a hang.
-WORTH, LONGEST = 90, 300
+WORTH, LONGEST = 120, 400
 
 # --- which test calls which function: a plugin of pytest --------------------------------------------------------------
 
@@ -218,20 +218,30 @@ def chosen(count: int, seed: int) -> list[Mutant]:
 
 
 def tests_for(mutant: Mutant, calls: dict[str, Any]) -> list[str]:
-    """The tests that call its function, or outside of any that call the file, the quickest first. A function within
-    another may be called where Python tells nobody (flex attention): then those of the other one."""
+    """The tests that call its function, or outside of any that call the file: from every test file alike, its quickest
+    first, so that many quick tests of one do not leave those of another out. A function within another may be called
+    where Python tells nobody (flex attention): then those of the other one. One that is called at import alone, as
+    where a table is made, is outside of any."""
     called = {f for _, functions in calls.values() for f in functions}
     name = f"{mutant.file}:{mutant.function}"
     while name not in called and ".<locals>." in name:
         name = name.rpartition(".<locals>.")[0]
-    mine = [
+    anywhere = name not in called
+    mine = sorted(
         (seconds, test)
         for test, (seconds, functions) in calls.items()
         if name in functions
-        or (not mutant.function and any(f.startswith(f"{mutant.file}:") for f in functions))
-    ]
-    spent = itertools.accumulate(seconds for seconds, _ in sorted(mine))
-    return [test for (_, test), total in zip(sorted(mine), spent) if total < WORTH]
+        or (anywhere and any(f.startswith(f"{mutant.file}:") for f in functions))
+    )
+    files: dict[str, float] = {}
+    turns: list[tuple[float, float, str]] = []
+    for seconds, test in mine:
+        file = test.partition("::")[0]
+        files[file] = files.get(file, 0.0) + seconds
+        turns.append((files[file], seconds, test))
+    turns.sort()
+    spent = itertools.accumulate(seconds for _, seconds, _ in turns)
+    return [test for (_, _, test), total in zip(turns, spent) if total < WORTH]
 
 
 def noticed(mutant: Mutant, tests: list[str], tree: Path, loud: bool) -> bool:
