@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regard.decode.check import context_of
 from regard.decode.defaults import folder_settings, settings_of, special_of, tokenizer_of
 from regard.decode.engine import Engine
 from regard.decode.graphs import source_size, why_plain
@@ -230,7 +231,7 @@ def translating(
 def default_length(model: Any, sources: Sequence[Sequence[int]]) -> int:
     """Twice the longest source and ten, within the model's context."""
     longest = 2 * max(map(len, sources)) + 10
-    context = getattr(model.config, "max_len", None)
+    context = context_of(model)
     return longest if context is None else min(longest, context - 1)
 
 
