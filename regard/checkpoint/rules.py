@@ -69,7 +69,8 @@ def choices(name: str) -> list[str]:
     choice = re.search(r"\{([^{}]*,[^{}]*)\}", name)
     if choice is None:
         return [name]
-    return [c for part in choice[1].split(",") for c in choices(name.replace(choice[0], part, 1))]
+    front, back = name[: choice.start()], name[choice.end() :]
+    return [c for part in choice[1].split(",") for c in choices(front + part + back)]
 
 
 # --- config -------------------------------------------------------------------------------------------------------
