@@ -30,7 +30,7 @@ class Span:
 
     @property
     def size(self) -> int:
-        return self.index.shape[-1]
+        return self.index.shape[1]
 
     @property
     def absolute(self) -> Tensor:

@@ -18,8 +18,12 @@ from regard.decode.settings import Settings
 from regard.fast import cpu as lean
 from regard.kernels.c import native
 from regard.layers import LM, LMHead, Tag
+from regard.mask import Span
+from regard.models import Patches, Tokens
 from regard.models.adapt import LoRA, LowRank, with_head
 from regard.models.start import Start, initialize
+from regard.moe import MoE
+from regard.position import Learned, RelativeBias, T5Bias
 from regard.train.checkpoint import Checkpoints
 from regard.train.loss import balanced, causal
 from regard.train.parallel import SingleProcess
@@ -85,6 +89,36 @@ def test_untied_head_of_2017_starts_so_that_logits_have_deviation_1(dim: int) ->
     with torch.no_grad():
         logits = head(torch.randn(400, dim), head.weight)
     assert float(logits.std()) == pytest.approx(1, rel=0.05)
+
+
+PARTS: dict[str, Any] = {
+    "tokens": Tokens(400, Learned(500), types=300),
+    "patches": Patches(64, 2),
+    "head": LM(tied=False),
+    "experts": MoE(8, 2, 24),
+    "relative": T5Bias(8, 500),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_that_no_model_draws_anew_start_with_deviation_a_fiftieth(name: str) -> None:
+    """As GPT-2's; but an embedding that is scaled up by sqrt(dim) starts so that it is 1 in the sum."""
+    part = PARTS[name]
+    made = (
+        LMHead(part, 48, 500) if name == "head"
+        else RelativeBias(part) if name == "relative"
+        else part.make(48)
+    )  # fmt: skip
+    # Linear layers and convolutions start as torch has them.
+    own = {n: p for n, p in made.named_parameters() if "project" not in n and "router" not in n}
+    large = {n: p for n, p in own.items() if p.numel() > 3000}
+    assert large
+    for n, p in large.items():
+        assert float(p.detach().std()) == pytest.approx(0.02, rel=0.05), n
+    if name == "tokens":
+        scaled = Tokens(400, scaled=True).make(48)
+        x = scaled(torch.arange(400)[None], Span.run(0, 400))
+        assert float(x.detach().std()) == pytest.approx(1, rel=0.05)
 
 
 @pytest.mark.parametrize("inputs", [16, 400])

@@ -232,7 +232,7 @@ def test_rope_angles_of_half_precision_are_made_in_float32() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("buckets, far", [(32, 128), (8, 20)])
+@pytest.mark.parametrize("buckets, far", [(32, 128), (8, 20), (15, 40), (11, 40)])
 def test_t5_buckets_are_those_of_transformers(causal: bool, buckets: int, far: int) -> None:
     t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
     distance = torch.arange(-300, 301)

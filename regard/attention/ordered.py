@@ -17,7 +17,8 @@ from regard.mask import Visible
 
 KEYS = 32  # of a tile
 QUERIES = ((2, 64), (4, 64), (8, 64), (16, 64), (16, 16))  # of a tile, fewest and most
-TRIED = (2, 3, 5, 8, 12, 16, 17, 24, 31, 32, 33, 48, 64, 65, 96, 127)
+# What `agrees` tries: numbers of rows, and how far apart they begin.
+TRIED, APART = (2, 3, 5, 8, 12, 16, 17, 24, 31, 32, 33, 48, 64, 65, 96, 127), 5
 
 
 def ordered(
@@ -159,7 +160,7 @@ def agrees(run: Callable[[Tensor], Tensor], x: Tensor, low: int, high: int) -> b
     """Whether rows of x (high k) come out of `run` equal among many numbers of them, wherever they stand."""
     whole = run(x)
     places = [(0, n) for n in TRIED if low <= n < high] + [(high - n, n) for n in (low, high // 2)]
-    places += [(i, low) for i in range(1, high - low, 5)]
+    places += [(i, low) for i in range(1, high - low, APART)]
     return all(torch.equal(run(x[i : i + n]), whole[..., i : i + n, :]) for i, n in places)
 
 

@@ -113,7 +113,7 @@ class Engine:
         elif paged and pages is not None:
             self.pool = Pool(self.specs, pages, page, **self.where)
         # A state that takes nothing back is known at the end of a text alone, not at the end of a page.
-        whole = taken_back(self.specs) > 0 and not model.reads_source
+        whole = bool(taken_back(self.specs)) and not model.reads_source
         self.prefix = prefix and whole and self.pool is not None
         self.chunk = chunk or (512 if slots is None else 16384)
         self.scores: dict[int, Scores] = {}  # of prompts whose log probabilities are asked for
@@ -262,7 +262,7 @@ class Engine:
             late = [number for number, deadline in self.deadlines.items() if deadline <= now]
             events = [event for number in late for event in self._stop(number, "deadline")]
             self._admit()
-            rows = sum(slot.times for lane in self.lanes.values() for slot in lane.slots) or 1
+            rows = sum(slot.times for lane in self.lanes.values() for slot in lane.slots)
             with threads_for(self.weights * max(rows, min(self.chunk, self._unread()))):
                 for key, lane in list(self.lanes.items()):
                     # An earlier lane may have put its requests back.
@@ -424,12 +424,10 @@ class Engine:
 
     def _enter(self, request: Request, keys: Sequence[bytes] = ()) -> None:
         """A request into the lane of its kind."""
-        lane, rows = self._lane(request), self.resumed.pop(request.number, [])
-        request.since, request.had = (
-            time.monotonic(),
-            max((len(row.ids) for row in rows), default=0),
-        )
-        lane.admit(rows or self._rows(request), keys)
+        lane = self._lane(request)
+        rows = self.resumed.pop(request.number, []) or self._rows(request)
+        request.since, request.had = time.monotonic(), max(len(row.ids) for row in rows)
+        lane.admit(rows, keys)
 
     def _lane(self, request: Request) -> Lane:
         s, long = request.settings, self._long(request)

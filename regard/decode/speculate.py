@@ -72,8 +72,8 @@ class Draft:
     def guess(self, texts: list[list[int]], room: list[int]) -> list[list[int]]:
         """For every row's text so far, what it would say next: at most `room` tokens. A row without room is not read:
         its text may be longer than the draft's context."""
-        most = max(room, default=0)
-        if most <= 0:
+        most = max(room)
+        if not most:
             return [[] for _ in texts]
         device = self.cache.device
         held = self.cache.lengths.tolist()

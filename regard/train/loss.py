@@ -157,7 +157,7 @@ class _Chunks(torch.autograd.Function):
             dh = torch.empty_like(h) if needs[0] else None
             dw = torch.zeros_like(w, dtype=wide) if needs[1] else None
             db = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
-            size = max(1, CHUNK.get(h.device.type, CHUNK["cpu"]) // len(w))
+            size = -(-CHUNK.get(h.device.type, CHUNK["cpu"]) // len(w))
             room = h.new_empty(min(size, len(h)), len(w))  # logits, then the gradient by them
             vocab = len(weight)
             q = smoothing.top(vocab), smoothing.share(vocab), smoothing.padding

@@ -324,7 +324,7 @@ def head_bytes(model: Any, run: Pass, learned: float = 1.0) -> int:
     weight = table(model) if head.weight is None else head.weight
     vocab, dim = weight.shape
     n = int(run.rows * run.length * learned)
-    room = min(n, max(1, CHUNK.get(run.device, CHUNK["cpu"]) // vocab)) * vocab
+    room = min(n, -(-CHUNK.get(run.device, CHUNK["cpu"]) // vocab)) * vocab
     gradients = (8 if head.weight is None else 4) * vocab * dim
     if run.bf16:
         return 2 * (room + n * dim + vocab * dim) + gradients

@@ -1,11 +1,13 @@
 """The gated delta rule: its two forms are one, it is transformers' Qwen3NextGatedDeltaNet, and its state takes back,
 forks and packs as the tokens of attention do."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from regard.attention import Context, DeltaRule
+from regard.attention import Context, DeltaRule, delta
 from regard.attention.delta import CHUNK, GatedDeltaRule, chunked, inverse, recurrent, solve
 from regard.cache import Cache, Contiguous, Paged
 from regard.errors import UsageError
@@ -75,6 +77,21 @@ def test_fresh_documents_forget_the_state_in_both_forms(size: int) -> None:
         *(x[:1, 4:] for x in given[:5]), torch.zeros(1, 3, 5, 4).double(), fresh[:1, 4:]
     )
     close(o[:1, 4:], alone[0])
+
+
+def test_one_token_is_a_step_and_more_are_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each where it is the faster one."""
+    ours, taken = layer(), list[tuple[str, int]]()
+    for form in (chunked, recurrent):
+
+        def noted(q: Tensor, *rest: Any, form: Any = form) -> Any:
+            taken.append((form.__name__, q.shape[1]))
+            return form(q, *rest)
+
+        monkeypatch.setattr(delta, form.__name__, noted)
+    for size in (1, 2, 3):
+        ours(torch.randn(1, size, DIM).double(), context(size))
+    assert taken == [("recurrent", 1), ("chunked", 2), ("chunked", 3)]
 
 
 def test_state_before_a_chunk_is_that_of_its_tokens() -> None:
@@ -230,6 +247,22 @@ def test_rewound_state_is_the_state_before(lengths: list[int], drop: int) -> Non
         kept = x[row : row + 1, : n - int(drops[row])]
         whole = torch.cat([first[row : row + 1], kept, more[row : row + 1]], 1)
         close(out[row : row + 1], ours(whole, context(whole.shape[1]))[:, -2:])
+
+
+@pytest.mark.parametrize("size", [3, 128, 129, 150, 200])
+@torch.no_grad()
+def test_state_after_any_of_a_calls_last_tokens_is_that_of_the_text_so_far(size: int) -> None:
+    """Of them all too."""
+    ours, x = layer(), torch.randn(2, size, DIM).double()
+    whole = Contiguous([ours.cache_spec()], 2, dtype=torch.float64)
+    step(ours, whole, x)
+    for n in range(max(0, size - CHUNK), size + 1):
+        part = Contiguous([ours.cache_spec()], 2, dtype=torch.float64)
+        if n:
+            step(ours, part, x[:, :n])
+        found = whole.pasts[0](torch.arange(2), torch.tensor([n, n]))
+        want = part.states[0] if n else {k: torch.zeros_like(y) for k, y in found.items()}
+        close(found, want)
 
 
 @torch.no_grad()

@@ -153,17 +153,24 @@ def test_a_choice_that_raises_ends_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found[2][0].finish == "error" and found[2][0].ids == want[2][0][:3]
 
 
-def test_faults_that_take_two_end_nobody_who_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward of two rows and more raises: nobody is at fault alone, so they come one after the other."""
+@pytest.mark.parametrize("most, often", [(1, 10), (2, 2), (3, 1)])
+def test_faults_that_take_several_end_nobody_who_is_alone(most: int, often: int) -> None:
+    """A forward of more rows than so many raises: nobody is at fault alone, so from then on fewer meet, and it does not
+    raise for every token again."""
 
     class Lonely(Counted):
+        raised = 0
+
         def _count(self, ids: Tensor, lengths: Any, logits: Tensor) -> Tensor:
-            if len(ids) > 1:
-                raise RuntimeError("only one")
+            if len(ids) > most:
+                self.raised += 1
+                raise RuntimeError("too many")
             return super()._count(ids, lengths, logits)
 
-    asked = [(p, KINDS["greedy"]) for p in prompts((3, 5, 4, 6, 2))]
-    found = answered(Engine(Lonely(model("gqa_rope")), page=4, pages=200), asked)
+    asked = [(p, Settings(max_new_tokens=24)) for p in prompts((3, 5, 4, 6, 2))]
+    lonely = Lonely(model("gqa_rope"))
+    found = answered(Engine(lonely, page=4, pages=200), asked)
+    assert lonely.raised <= often
     assert [[r.ids for r in each] for each in found] == answers("gqa_rope", asked)
 
 

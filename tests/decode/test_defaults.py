@@ -324,8 +324,14 @@ def test_a_length_that_the_prompt_has_already_is_named() -> None:
     assert found.max_new_tokens == Settings().max_new_tokens
     # The context is an end too.
     f.say({"max_new_tokens": 10_000})
-    assert settings_of(f.ours, {})(5).max_new_tokens == f.theirs.config.n_positions - 5
-    # A least length that is more than the most is as much as there may be.
+    longest = f.theirs.config.n_positions
+    for prompt, room in ((5, longest - 5), (longest - 1, 1), (longest + 3, 1)):
+        assert settings_of(f.ours, {})(prompt).max_new_tokens == room
+    # What the caller gives is not cut in silence: a text that is too long is refused.
+    assert settings_of(f.ours, {"max_new_tokens": 10_000})(5).max_new_tokens == 10_000
+    # A least length counts the prompt. One that is more than the most is as much as there may be.
+    f.say({"min_length": 8})
+    assert [settings_of(f.ours, {})(n).min_new_tokens for n in (5, 8, 9)] == [3, 0, 0]
     f.say({"min_length": 30})
     assert settings_of(f.ours, {"max_new_tokens": 4})(5).min_new_tokens == 4
 

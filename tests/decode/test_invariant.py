@@ -158,6 +158,26 @@ def test_ordered_attention_does_not_depend_on_company(
         assert torch.equal(part, whole[rows, at])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_ordered_attention_in_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(2, n, 3, 20).to(dtype) for n in (9, 70, 70))
+    exact = attend(*(x.double() for x in (q, k, v)), backend="reference")
+    found = attend(q, k, v, backend="ordered")
+    torch.testing.assert_close(found, exact.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@dtypes
+def test_ordered_attention_leaves_a_score_its_own_dtype(dtype: torch.dtype) -> None:
+    weight = torch.randn(20, 20).to(dtype)
+    q, k, v = (torch.randn(2, n, 3, 20).to(dtype) for n in (9, 70, 70))
+
+    def score(q: Tensor, k: Tensor) -> Tensor:
+        return q @ weight @ k.mT / 20
+
+    found, want = (attend(q, k, v, score=score, backend=x) for x in ("ordered", "reference"))
+    torch.testing.assert_close(found, want, rtol=0.02, atol=0.02)  # of 8 bits
+
+
 @dtypes
 def test_ordered_index_products_equal_the_exact_ones(dtype: torch.dtype) -> None:
     q, k = torch.randn(2, 9, 3, 20).to(dtype), torch.randn(2, 45, 20).to(dtype)

@@ -160,6 +160,21 @@ def test_head_loss_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> No
     assert spied(lambda: plain(h, w, y, None, None)).largest >= N * V  # the spy does see
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_head_loss_makes_as_many_rows_at_a_time_as_there_is_room_for(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One at least; and where no alignment is asked for, the weight is not copied."""
+    h, w, _, y = case()
+    h, y = h[:20], y[:20].clamp(min=0)
+    for room in (rows * V, (rows - 1) * V + 1):
+        monkeypatch.setitem(module.CHUNK, "cpu", room)
+        with torch.no_grad():
+            spy = spied(lambda: head_loss(h, w, y))
+        assert spy.products == -(-20 // rows)
+        assert spy.largest == w.numel()
+
+
 def test_head_loss_multiplies_only_for_gradients_that_are_wanted() -> None:
     h, w, _, y = case()
 
