@@ -17,7 +17,7 @@ from regard.decode.engine import Engine
 from regard.decode.settings import Settings
 from regard.fast import cpu as lean
 from regard.kernels.c import native
-from regard.layers import LM, LMHead, Tag
+from regard.layers import LM, Classify, LMHead, Norm, Tag
 from regard.mask import Span
 from regard.models import Patches, Tokens
 from regard.models.adapt import LoRA, LowRank, with_head
@@ -89,6 +89,19 @@ def test_untied_head_of_2017_starts_so_that_logits_have_deviation_1(dim: int) ->
     with torch.no_grad():
         logits = head(torch.randn(400, dim), head.weight)
     assert float(logits.std()) == pytest.approx(1, rel=0.05)
+
+
+@pytest.mark.parametrize("layers", [2, 8])
+def test_head_on_a_modernbert_starts_as_one_of_its_depth(layers: int) -> None:
+    """As in transformers: 0.02 / sqrt(2 layers), and the labels by the width."""
+    sizes = dict(layers=layers, dim=96, heads=2, ffn_dim=24, vocab=50)
+    head: Any = with_head(
+        regard.build("modernbert-base", **sizes), Classify(200, "gelu", "mean", norm=Norm())
+    ).head
+    assert float(head.dense.weight.detach().std()) == pytest.approx(
+        0.02 / (2 * layers) ** 0.5, rel=0.05
+    )
+    assert float(head.out.weight.detach().std()) == pytest.approx(96**-0.5, rel=0.05)
 
 
 PARTS: dict[str, Any] = {

@@ -56,7 +56,7 @@ def with_head(model: Model, head: Head) -> Model:
     else:
         made = make_head(head, tower.dim, 0)
     start = getattr(model.origin, "start", None) or model.start or start_of(model.config)
-    initialize(made, start)
+    initialize(made, start, tower.layers)
     made = made.to(next(model.parameters())).train(model.training)
     if isinstance(made, LMHead):
         made.fresh = True

@@ -39,8 +39,9 @@ def start_of(config: Any) -> Start:
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, start: Start) -> None:
-    """Draw all weights anew, in place. Cells of recurrent models keep torch's own start."""
+def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
+    """Draw all weights anew, in place. Cells of recurrent models keep torch's own start. `layers`: of the body that a
+    head is for."""
     for part in model.modules():
         if isinstance(part, (nn.Linear, nn.Conv2d)):
             _matrix(part.weight, start)
@@ -60,7 +61,7 @@ def initialize(model: nn.Module, start: Start) -> None:
                 nn.init.normal_(weight, std=start.std / inputs**0.5)
         if isinstance(part, (nn.Linear, nn.Conv2d, nn.LayerNorm)) and part.bias is not None:
             nn.init.zeros_(part.bias)
-    layers = max((len(p.blocks) for p in model.modules() if isinstance(p, Stack)), default=1)
+    layers = max((len(p.blocks) for p in model.modules() if isinstance(p, Stack)), default=layers)
     # after the matrices inside them
     for part in model.modules():
         if isinstance(part, Stack) and start.scheme in ("gpt2", "modernbert"):
