@@ -51,7 +51,9 @@ class Setting:
         return self.layer.sparse(self.x, self.q, self.index_q, self.kept, self.mask, self.ctx, None)
 
     def index(self) -> Tensor:
-        step = max(1, WORK // (self.kept["index_k"].shape[1] * self.layer.config.index_heads))
+        step = max(
+            1, WORK["cpu"] // (self.kept["index_k"].shape[1] * self.layer.config.index_heads)
+        )
         parts = []
         for i in range(0, self.x.shape[1], step):  # in chunks, as `sparse` does
             at = slice(i, i + step)

@@ -195,7 +195,7 @@ class LongRope:
 
 
 def _mscale(factor: float, mscale: float) -> float:
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return 0.1 * mscale * math.log(max(factor, 1.0)) + 1.0
 
 
 @settings

@@ -5,8 +5,10 @@
     python -m tests.mutants --only 17 42         these of them again, with what pytest says
 
 First the suite runs once to see which test calls which function, kept in .cache/mutants/map.json (--again makes it
-anew). A mistake is a changed comparison, constant or sign, two swapped arguments or a dropped term. A survivor either
-changes no result, or shows a test that is missing. Not a part of CI: it takes as long as several suites.
+anew). A mistake is a changed comparison, constant or sign, two swapped arguments or a dropped term; but not another
+size of a chunk or a room, where a comment at the name says that it is chosen for speed: any size gives the same. A
+survivor either changes no result, or shows a test that is missing. Not a part of CI: it takes as long as several
+suites.
 """
 
 from __future__ import annotations
@@ -133,6 +135,9 @@ SIGN = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*"}
 SAME = re.compile(r"\b(min|max|minimum|maximum|equal|promote_types|transpose|isinstance|gcd)$")
 # What is said, declared or checked is not what is computed.
 QUIET = (ast.Raise, ast.Assert, ast.AnnAssign, ast.arg, ast.JoinedStr)
+LOOKS = ("strict", "stacklevel", "indent")
+# In a comment beside a name at the top of a file, or above it: any other value gives the same results.
+SPEED = re.compile(r"#.*\bchosen for speed\b")
 
 
 def mutants(file: str) -> Iterator[Mutant]:
@@ -149,6 +154,14 @@ def mutants(file: str) -> Iterator[Mutant]:
     def span(node: ast.expr) -> tuple[int, int]:
         assert node.end_lineno is not None and node.end_col_offset is not None
         return place(node.lineno, node.col_offset), place(node.end_lineno, node.end_col_offset)
+
+    def for_speed(node: ast.AST) -> bool:
+        if not isinstance(node, ast.Assign) or node.col_offset:
+            return False
+        first = node.lineno - 1
+        while lines[first - 1].startswith("#"):
+            first -= 1
+        return any(map(SPEED.search, lines[first : node.end_lineno]))
 
     def replaced(node: ast.expr) -> list[str]:
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
@@ -175,7 +188,7 @@ def mutants(file: str) -> Iterator[Mutant]:
     def walk(node: ast.AST, function: str, inside: str) -> Iterator[Mutant]:
         """`inside`: how Python begins the name of a function that is defined here."""
         children = ast.iter_child_nodes(node)
-        if isinstance(node, QUIET):
+        if isinstance(node, QUIET) or for_speed(node):
             return
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             function, inside = f"{inside}{node.name}", f"{inside}{node.name}.<locals>."
@@ -190,8 +203,8 @@ def mutants(file: str) -> Iterator[Mutant]:
                 start, end = span(node)
                 yield Mutant(file, node.lineno, function, start, end, source[start:end], new)
         for child in children:
-            # zip(strict=True) is a check.
-            if not (isinstance(child, ast.keyword) and child.arg == "strict"):
+            # zip(strict=True) is a check; a stack level tells whose line a warning names, an indent how a file looks.
+            if not (isinstance(child, ast.keyword) and child.arg in LOOKS):
                 yield from walk(child, function, inside)
 
     yield from walk(ast.parse(source), "", "")

@@ -44,6 +44,14 @@ def test_sinusoid_halves_are_the_interleaved_columns_reordered(dim: int) -> None
     assert torch.equal(halves, interleaved[:, [*range(0, dim, 2), *range(1, dim, 2)]])
 
 
+@pytest.mark.parametrize("dim, waves", [(2, [1]), (3, [1, 1e4]), (4, [1, 1e4]), (6, [1, 1e2, 1e4])])
+def test_sinusoid_fairseq_of_few_features_ends_at_the_base(dim: int, waves: list[float]) -> None:
+    table = sinusoid(torch.tensor([3]), dim, layout="fairseq")[0]
+    angles = [3 / wave for wave in waves]
+    want = [*map(math.sin, angles), *map(math.cos, angles)][:dim]
+    torch.testing.assert_close(table, torch.tensor(want, dtype=torch.float64))
+
+
 def test_sinusoid_fairseq_spaces_frequencies_to_the_end() -> None:
     table = sinusoid(torch.tensor([1]), 8, layout="fairseq")[0]
     want = [10000 ** (-i / 3) for i in range(4)]
@@ -180,6 +188,23 @@ def test_longrope_is_that_of_transformers(length: int) -> None:
     got = Rope(500.0, scaling=LONG).angles(pos, 6, torch.float32)
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours[:, :, 0], theirs[..., :3])
+
+
+def test_gains_grow_with_the_factor_from_one_on() -> None:
+    """0.1 ln s + 1 of YaRN, sqrt(1 + ln s / ln L) of LongRoPE; 1 where nothing grows."""
+    for factor in (0.5, 1.0, 1.5, 4.0):
+        grown = math.log(max(1.0, factor))
+        assert Yarn(factor, 64).gain() == pytest.approx(1 + 0.1 * grown)
+        both = Yarn(factor, 64, mscale=0.7, mscale_all=0.3).gain()
+        assert both == pytest.approx((1 + 0.07 * grown) / (1 + 0.03 * grown))
+        assert Yarn(factor, 64, mscale=0.7).gain() == pytest.approx(1 + 0.1 * grown)
+        assert Yarn(factor, 64, attention_factor=3.0).gain() == 3.0
+        long = LongRope((1.0,), (2.0,), 64, factor)
+        assert long.gain() == pytest.approx(math.sqrt(1 + grown / math.log(64)))
+        assert LongRope((1.0,), (2.0,), 64, factor, attention_factor=3.0).gain() == 3.0
+    with pytest.raises(UsageError, match="YaRN needs waves that grow: more than 1"):
+        Rope(1.0, scaling=Yarn(2.0, 64))
+    assert Rope(1.5, scaling=Yarn(2.0, 64)) and Rope(1.0)
 
 
 def test_longrope_turns_each_row_by_its_own_length() -> None:

@@ -7,6 +7,7 @@ import pydoc
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -147,6 +148,13 @@ def test_flops_of_a_dense_decoder_equal_the_count_by_hand(context: int, tied: bo
     by_hand = 2 * (3 * (projections + feed_forward + pairs) + m * vocab)
     assert model.flops_per_token(context) == by_hand
     assert number(model, "FLOPs per token", context) == by_hand
+
+
+def test_flops_of_a_body_are_those_without_the_head() -> None:
+    whole = regard.build("bert-base", **SMALL)
+    body = replace(whole.config, head=None).make()
+    m, vocab = 24, 50
+    assert whole.flops_per_token(8) - body.flops_per_token(8) == 2 * (m * m + m * vocab)
 
 
 def test_flops_count_the_chosen_experts_only() -> None:

@@ -5,6 +5,7 @@ Two forms, tested equal: `recurrent` is the definition, token by token; `chunked
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -19,7 +20,7 @@ from regard.errors import UsageError
 from regard.layers import Add, RMSNorm
 from regard.mask import Causal, Documents
 
-CHUNK, FAR = 64, range(1 << 40)  # FAR: longer than any text, so that every rule of a mask binds
+CHUNK, FAR = 64, range(sys.maxsize)  # FAR: longer than any text, so that every rule of a mask binds
 
 
 @settings

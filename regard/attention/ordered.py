@@ -15,9 +15,9 @@ from torch import Tensor
 from regard.attention.core import Terms, _spread, _tensor, reference, scores
 from regard.mask import Visible
 
-KEYS = 32  # of a tile
-QUERIES = ((2, 64), (4, 64), (8, 64), (16, 64), (16, 16))  # of a tile, fewest and most
-# What `agrees` tries: numbers of rows, and how far apart they begin.
+# Keys of a tile, and its queries, fewest and most: chosen for speed.
+KEYS, QUERIES = 32, ((2, 64), (4, 64), (8, 64), (16, 64), (16, 16))
+# What `agrees` tries of all that it might, chosen for speed: numbers of rows, and how far apart they begin.
 TRIED, APART = (2, 3, 5, 8, 12, 16, 17, 24, 31, 32, 33, 48, 64, 65, 96, 127), 5
 
 
@@ -97,9 +97,9 @@ def _cut(x: Tensor) -> Tensor:
 
 
 def _used(mask: Tensor) -> int:
-    """How many tiles of (n b g t 32) there are up to the last that shows something; one at least."""
+    """How many tiles of (n b g t 32) there are up to the last that shows something; all where none does."""
     some = mask.flatten(1).any(1).nonzero()
-    return int(some[-1]) + 1 if len(some) else 1
+    return int(some[-1]) + 1 if len(some) else len(mask)
 
 
 def _rows(size: int, d: int, v: Tensor) -> Iterator[Tensor]:

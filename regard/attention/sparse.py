@@ -21,10 +21,11 @@ from regard.errors import UsageError
 from regard.layers import Add
 from regard.mask import Visible
 
-# Numbers that one chunk of queries may make: what fits a processor's cache; a GPU wants more to be busy.
-WORK, BUSY = 2**21, 64
-# Up to so many keys for each that is chosen, the others are hidden instead of the chosen gathered: an estimate, which
-# was not measured by itself.
+# Numbers that one chunk of queries may make, chosen for speed: what fits a processor's cache; a GPU wants more to be
+# busy.
+WORK = {"cpu": 2**21, "cuda": 2**27}
+# Up to so many keys for each that is chosen, the others are hidden instead of the chosen gathered: chosen for speed,
+# by an estimate, which was not measured by itself.
 HIDE = {"cuda": 8}
 
 
@@ -269,9 +270,9 @@ class SparseAttention(Mechanism):
         k = min(self.config.topk, s)
         order = None if mask.k.start is not None else mask.k.index.argsort(-1).expand(b, s)
         wide = sum(v[0, 0].numel() for v in kept.values())
-        work = WORK * BUSY if q.is_cuda else WORK
-        chunk = max(1, work // (b * (s * self.config.index_heads + k * wide)))
-        out, hide = [], s <= k * HIDE.get(q.device.type, 0)
+        work = WORK.get(q.device.type, WORK["cpu"])
+        chunk = -(-work // (b * (s * self.config.index_heads + k * wide)))
+        out, hide = [], q.device.type in HIDE and s <= k * HIDE[q.device.type]
         for rows in (slice(i, min(i + chunk, t)) for i in range(0, t, chunk)):
             seen = mask.rows(rows)[:, 0].expand(b, -1, -1)  # b n s
             with torch.no_grad():

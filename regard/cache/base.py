@@ -215,7 +215,7 @@ class Cache:
             return None
         share = self.batch // cross.batch
         which = rows.to(self.device) // share
-        if share > 1 and len(rows) % share == 0:
+        if len(rows) % share == 0:
             groups = which.view(-1, share)
             if bool((groups == groups[:, :1]).all()):
                 which = groups[:, 0]

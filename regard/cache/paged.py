@@ -21,7 +21,9 @@ from regard.cache.base import Cache, CacheSpec, State, check_sizes, taken_back
 from regard.errors import UsageError
 from regard.mask import Span
 
-WIDTH = 128  # tokens that a block table has places for at first: steps over one of the same width are recorded once
+# Tokens that a block table has places for at first, chosen for speed: steps over one of the same width are recorded
+# once.
+WIDTH = 128
 LARGE = 2**25  # bytes that an allocator gets from the system each time
 
 

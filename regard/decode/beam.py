@@ -23,7 +23,7 @@ from regard.kernels.c.rows import choose as best_of
 from regard.kernels.triton.sample import largest
 
 WORST = -1.0e9
-ROOM = 32  # places for tokens at first; they double as texts grow
+ROOM = 32  # places for tokens at first, chosen for speed; they double as texts grow
 
 
 @dataclass

@@ -25,11 +25,11 @@ from regard.text import Stream, Tokenizer, needed
 from regard.text.tokenizer import check_stop
 
 Prompt = str | Sequence[int] | Tensor
-PAGE = 16  # tokens
+PAGE = 16  # tokens, chosen for speed
 ROWS = 64
 # One answer of the most probable tokens, whatever a folder says of drawing and of beams.
 GREEDY: dict[str, Any] = {"temperature": 0.0, "beams": 1}
-LEAST = 2**28  # bytes of pages on a GPU
+LEAST = 2**28  # bytes of pages on a GPU, chosen for speed
 TOTAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # bytes of this machine
 Mask = Callable[[int, list[int]], Any] | None
 

@@ -20,7 +20,8 @@ from regard.decode.speculate import Index
 
 BROKEN = "the model gave a logit that is not a number"
 NOTHING = "its mask allows no token that its other settings leave"
-SLICE = 64  # tokens of a prompt whose logits are there at once, where their log probabilities are asked for
+# Tokens of a prompt whose logits are there at once, where their log probabilities are asked for; chosen for speed.
+SLICE = 64
 
 
 @dataclass(eq=False)

@@ -28,7 +28,7 @@ from regard.fast.cpu import Prepared
 from regard.kernels.c.rows import choose as best_of
 from regard.models.base import last_real
 
-ROOM = 128  # tokens a row has room for at first; it doubles as texts grow
+ROOM = 128  # tokens a row has room for at first, chosen for speed; it doubles as texts grow
 
 
 class PlainLane(Lane):
@@ -336,8 +336,7 @@ class PlainLane(Lane):
         on = [k for k, row in enumerate(given) if not row.finish]
         if not on:
             return
-        if len(on) < len(given):
-            logits, index = logits[on], [index[k] for k in on]
+        logits, index = some(logits, on), [index[k] for k in on]
         rows = [given[k] for k in on]
         raw, listed = logits.float(), max(row.request.settings.top_logprobs for row in rows)
         # One norm for every row, whatever its company asks for.

@@ -23,7 +23,7 @@ from regard.kernels.triton.prompt import two
 from regard.kernels.triton.record import Recorder, send
 from regard.kernels.triton.sample import best
 
-ROOM = 64  # tokens that a text has room for at first
+ROOM = 64  # tokens that a text has room for at first, chosen for speed
 
 
 class SearchRunner(Runner):

@@ -13,7 +13,9 @@ from torch import Tensor
 from regard.cache import Cache, Contiguous
 from regard.models.base import border
 
-LONGEST = 3  # tokens that are looked up together; fewer where so many do not recur
+LONGEST = (
+    3  # tokens that are looked up together, chosen for speed; fewer where so many do not recur
+)
 
 
 class Index:

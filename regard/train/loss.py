@@ -39,9 +39,9 @@ M = TypeVar("M", bound=nn.Module)
 # memory is one chunk and the gradient of the head's weight, which training needs anyway; the work is the three products
 # of the plain loss.
 
-# Logits at a time: more are no faster, fewer cost more sums of dW.
+# Logits at a time, chosen for speed: more are no faster, fewer cost more sums of dW.
 CHUNK = {"cpu": 2**24, "cuda": 2**28}
-# Columns of logits come in multiples: tensor cores are several times slower on odd widths.
+# Columns of logits come in multiples, chosen for speed: tensor cores are several times slower on odd widths.
 ALIGN = {"cuda": 64}
 SMOOTHINGS = ("V-1", "V", "V-2")
 
@@ -477,7 +477,7 @@ def padding(x: Tensor, lengths: Tensor) -> Tensor:
 # 2. `sparse_index`: the model attends to its choice S_t and learns by its own loss; the indexers learn beside it by
 #    the same L, restricted to S_t. They read x without a gradient: neither loss moves the other's parameters.
 
-ROWS = 2**24  # scores of main attention or index heads that are made at a time
+ROWS = 2**24  # scores of main attention or index heads that are made at a time, chosen for speed
 
 
 def dense_index(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -625,6 +625,6 @@ class Watch:
 
 
 def _runs(count: int, cost: int) -> list[slice]:
-    """`count` queries in runs of at most ROWS / cost."""
-    size = max(1, ROWS // cost)
+    """`count` queries in runs of ROWS / cost, rounded up."""
+    size = -(-ROWS // cost)
     return [slice(i, min(i + size, count)) for i in range(0, count, size)]

@@ -221,7 +221,7 @@ def _kept(config: Any, run: Pass, fake: bool) -> Activations:
         if fake:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             # Sparse attention need not go through its queries in parts: fake ones fit any cache.
-            stack.enter_context(mock.patch.object(sparse, "WORK", 1 << 62))
+            stack.enter_context(mock.patch.dict(sparse.WORK, dict.fromkeys(sparse.WORK, 1 << 62)))
             stack.enter_context(fakes)
         stack.enter_context(torch.device(device))
         model = config.make().train()

@@ -186,8 +186,10 @@ def test_neighbours_of_a_fault_are_soon_together_again() -> None:
     s = Settings(max_new_tokens=24, banned=(7,))
     asked = [([i % 6, 3], s) for i in range(15)] + [([7, 3], s)]
     fragile = Fragile(model("gqa_rope"))
-    found = answered(Engine(fragile, rows=16, page=4, pages=400), asked)
+    engine = Engine(fragile, rows=16, page=4, pages=400)
+    found = answered(engine, asked)
     assert [r.finish for (r,) in found] == ["length"] * 15 + ["error"]
+    assert engine.cap == 16 and not engine.careful
     # 24 steps, and two rounds of halves with a prompt and a step each; one by one it would be 15 * 24.
     assert fragile.passes < 24 + 2 * 2 * 10
 

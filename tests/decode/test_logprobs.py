@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import regard
+from regard.decode import plain
 from regard.decode.engine import Engine
 from regard.decode.lane import SLICE
 from regard.decode.settings import Result, Settings
@@ -48,6 +49,24 @@ def served(
     full(engine.pool)
     assert not engine.scores
     return [found[i] for i in range(len(asked))]
+
+
+@pytest.mark.parametrize("asked, want", [((0, 0), 1), ((1, 0), 1), ((3, 1), 3), ((20, 0), VOCAB)])
+def test_as_many_best_tokens_are_looked_for_as_somebody_asks(
+    asked: tuple[int, int], want: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, real = set[int](), plain.best_of
+
+    def noted(logits: Tensor, count: int) -> Any:
+        counts.add(count)
+        return real(logits, count)
+
+    monkeypatch.setattr(plain, "best_of", noted)
+    some = [([3, 4], Settings(max_new_tokens=3, top_logprobs=n)) for n in asked]
+    results = served("gqa_rope", some, layout="contiguous")
+    assert counts == {want}
+    for (result,), n in zip(results, asked, strict=True):
+        assert [len(tops) for tops in result.top_logprobs] == [min(n, VOCAB)] * (3 if n else 0)
 
 
 @each("gqa_rope", "mla", "delta", "gru", "pair")

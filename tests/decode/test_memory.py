@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from regard.cache import Paged, Pool
-from regard.decode.engine import Engine
+from regard.cache import CacheSpec, Paged, Pool
+from regard.decode import engine as module
+from regard.decode.engine import Engine, pages_in
 from regard.decode.settings import Settings
+from regard.errors import UsageError
 from regard.models.base import cache_bytes
 from tests.decode.tiny import DECODERS, model, prompts, request
 from tests.laws.mechanisms import decoder
@@ -85,3 +87,59 @@ def test_samples_waste_less_than_a_page_each_and_share_the_rest() -> None:
             <= PAGE * sum(n > 0 for n in engine.pool.users)
             < 20 + own + PAGE * len(lengths)
         )
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+# A page of 4 tokens in float32 has 96 bytes.
+SPECS = [CacheSpec(token={"k": (2,)}), CacheSpec(token={"k": (1, 3), "v": (1,)}, state={"s": (3,)})]
+
+
+def pages(
+    memory: float | None, device: torch.device = CPU, dtype: torch.dtype = torch.float32, rows: int = 2,
+    longest: int | None = None, far: int | None = None, states: bool = False
+) -> int:  # fmt: skip
+    specs = SPECS if states else [CacheSpec(token=spec.token) for spec in SPECS]
+    return pages_in(memory, device, specs, 4, dtype, rows, longest, far)
+
+
+def test_pages_are_as_many_as_memory_holds() -> None:
+    assert [pages(n) for n in (96, 191, 192, 9600)] == [1, 1, 2, 100]
+    assert pages(960, dtype=torch.bfloat16) == 20 and pages(960, dtype=torch.float64) == 5
+    with pytest.raises(UsageError, match="95 bytes hold no page of 4 tokens"):
+        pages(95)
+    for bad in (0, -1.0, float("nan")):
+        with pytest.raises(UsageError, match="give bytes, or a share"):
+            pages(bad)
+
+
+def test_pages_are_no_more_than_texts_and_sources_need() -> None:
+    assert [pages(10**6, longest=n) for n in (1, 4, 5, 9)] == [2, 2, 4, 6]
+    assert pages(10**6, longest=9, rows=3) == 9
+    assert [pages(10**6, longest=9, far=n) for n in (0, 1, 4, 5)] == [6, 8, 8, 10]
+    assert pages(192, longest=9) == 2
+    # Where nobody says how much memory, and it is not a GPU's.
+    assert pages(None) == pages(None, longest=9) == 1024
+    assert [pages(None, far=n) for n in (0, 4000, 4096, 5000)] == [2048, 2048, 2048, 1024 + 1250]
+
+
+def test_memory_may_be_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "free_memory", lambda device: 960 if device == CPU else 9600)
+    assert [pages(share) for share in (0.5, 0.75, 1)] == [5, 7, 10]
+    assert pages(None, GPU) == 90 and pages(0.5, GPU) == 50 and pages(960, GPU) == 10
+
+
+def test_states_lie_beside_the_pages() -> None:
+    """One for each row, of which there are a power of two, in float32 at least."""
+    for rows, places in ((1, 1), (2, 2), (5, 8), (8, 8)):
+        for dtype, size, each in (
+            (torch.float32, 96, 12), (torch.bfloat16, 48, 12), (torch.float64, 192, 24)
+        ):  # fmt: skip
+            for n in (1, 3):
+                have = n * size + places * each
+                assert pages(have, dtype=dtype, rows=rows, states=True) == n
+                if n > 1:
+                    assert pages(have - 1, dtype=dtype, rows=rows, states=True) == n - 1
+    with pytest.raises(UsageError, match="^0 bytes hold no page"):
+        pages(20, rows=8, states=True)
+    alone = [CacheSpec(state={"s": (3,)})]
+    assert pages_in(24 + 16 * 5, CPU, alone, 4, torch.float32, 2, None) == 5

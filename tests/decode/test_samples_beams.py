@@ -245,3 +245,18 @@ def test_an_end_token_of_number_0_is_held_back_too() -> None:
     for least in (0, 3):
         ((text,),) = answers("gqa_rope", [(prompt, Settings.of(pull | {"min_new_tokens": least}))])
         assert len(text) == least and 0 not in text
+
+
+@pytest.mark.parametrize(
+    "kind, candidates",
+    [
+        ({"beams": 4}, 8),
+        ({"beams": 4, "eos": (1,)}, 8),
+        ({"beams": 4, "eos": (1, 2)}, 12),
+        ({"beams": 4, "groups": 2, "diversity": 0.5, "eos": (1, 2, 3)}, 8),
+    ],
+)
+def test_candidates_leave_enough_where_every_beam_ends(kind: Any, candidates: int) -> None:
+    """As in transformers: of each group twice its beams, or one more for a beam than there are ends."""
+    s = Settings(**kind)
+    assert Shape.of(s) == Shape(4, s.groups, candidates)

@@ -10,12 +10,13 @@ import regard
 from regard.attention import GQA, MLA
 from regard.block import Tower
 from regard.decode.engine import Engine
+from regard.decode.plain import WindowLane
 from regard.decode.settings import Request, Result, Settings
 from regard.layers import LM, MLP
 from regard.models import EncoderDecoderConfig, Tokens, TransformerConfig
 from regard.position import Learned, Rope
 from tests.decode.test_steps import Fragile
-from tests.decode.tiny import full, prompts, run
+from tests.decode.tiny import Counted, full, prompts, run
 from tests.laws.mechanisms import VOCAB, stir
 
 LONGEST = 9
@@ -134,6 +135,43 @@ def test_crop_runs_in_a_pool_that_holds_the_context(size: int) -> None:
     assert result.ids == plain(model, prompt, 12)
     with pytest.raises(regard.UsageError, match="need 3 pages of 4, the pool has 2"):
         answered(model, Settings(max_new_tokens=12, overflow="crop"), prompt, pages=2)
+
+
+@pytest.mark.parametrize("size", [2, LONGEST])
+@pytest.mark.parametrize("more", [1, 2])
+def test_text_is_read_anew_only_once_the_context_does_not_hold_it(
+    size: int, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last token is said, not fed: one more than the context holds is no reason."""
+    engine, lanes = Engine(made("learned"), page=4), list[Any]()
+    real = engine._lane
+
+    def lane(request: Request) -> Any:
+        lanes.append(real(request))
+        return lanes[-1]
+
+    monkeypatch.setattr(engine, "_lane", lane)
+    settings = Settings(max_new_tokens=LONGEST - size + more, overflow="crop")
+    engine.submit(Request(prompts((size,))[0], settings))
+    run(engine)
+    assert any(isinstance(x, WindowLane) for x in lanes) == (more == 2)
+
+
+@pytest.mark.parametrize("chunk, rows", [(1, 1), (LONGEST, 1), (2 * LONGEST, 2), (512, 3)])
+def test_texts_are_read_anew_a_chunk_of_tokens_at_a_time(chunk: int, rows: int) -> None:
+    """One text at least."""
+    read = list[int]()
+
+    class Noted(Counted):
+        def _count(self, ids: torch.Tensor, lengths: Any, logits: torch.Tensor) -> torch.Tensor:
+            read.append(len(ids) if ids.shape[1] == LONGEST else 0)
+            return logits
+
+    engine = Engine(Noted(made("learned")), page=4, chunk=chunk)
+    for prompt in prompts((LONGEST, LONGEST, LONGEST)):
+        engine.submit(Request(prompt, Settings(max_new_tokens=40, overflow="crop")))
+    run(engine)
+    assert max(read) == rows
 
 
 def test_generate_goes_on_past_the_context_when_asked() -> None:

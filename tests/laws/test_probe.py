@@ -147,7 +147,7 @@ def test_probe_of_heads_works_with_a_score_of_its_own() -> None:
 
 def test_probe_joins_the_chunks_of_sparse_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, part = maps("dsa_mla"), maps("dsa_mla", rows=[1, 6])
-    monkeypatch.setattr(select, "WORK", 1)  # one query at a time
+    monkeypatch.setitem(select.WORK, "cpu", 1)  # one query at a time
     for site, weights in maps("dsa_mla").items():
         torch.testing.assert_close(weights, whole[site], **TIGHT)
     for site, weights in maps("dsa_mla", rows=[-2, 1]).items():

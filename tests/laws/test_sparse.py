@@ -62,7 +62,7 @@ def test_dsa_is_dense_attention_masked_to_its_choice(name: str) -> None:
 def test_dsa_in_chunks_of_queries_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dsa, x = layer(SPARSE[name]), torch.randn(2, 9, DIM).double()
     whole = dsa(x, context(9))
-    monkeypatch.setattr(select, "WORK", 1)  # one query at a time
+    monkeypatch.setitem(select.WORK, "cpu", 1)  # one query at a time
     torch.testing.assert_close(dsa(x, context(9)), whole, **TIGHT)
 
 

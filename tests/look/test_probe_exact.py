@@ -185,12 +185,12 @@ def test_probe_of_an_invariant_twin_shows_each_heads_own_values() -> None:
 
 
 @pytest.mark.parametrize("inner", [GQA(6, 2, head_dim=4, rope=Rope()), LATENT])
-@pytest.mark.parametrize("work", [1, select.WORK])
+@pytest.mark.parametrize("work", [1, select.WORK["cpu"]])
 def test_probe_of_sparse_attention_marks_the_chosen_keys(
     inner: GQA | MLA, work: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The dense maps of the same layer, restricted to the marked keys and scaled to sum to 1, are its maps."""
-    monkeypatch.setattr(select, "WORK", work)  # 1: query by query
+    monkeypatch.setitem(select.WORK, "cpu", work)  # 1: query by query
     dsa, x = (
         layer(DSA(inner, index_heads=2, index_dim=8, topk=3, rope_dim=2)),
         torch.randn(2, 9, 24),

@@ -144,7 +144,7 @@ def test_probe_that_reduces_holds_one_head_at_a_time(monkeypatch: pytest.MonkeyP
 def test_probe_that_reduces_gives_what_the_whole_maps_would(
     name: str, heads: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(select, "WORK", 1)
+    monkeypatch.setitem(select.WORK, "cpu", 1)
     model, whole = decoder(name), Probe(heads=heads, what=("weight", "norm"))
     probe = Probe(heads=heads, what=("weight", "norm"), reduce=lambda a: a.amax(-1))
     model(ids(2, 8), probe=whole), model(ids(2, 8), probe=probe)

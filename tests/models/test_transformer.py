@@ -22,6 +22,8 @@ from regard.models import (
     Transformer,
     TransformerConfig,
 )
+from regard.models.base import last_real
+from regard.models.transformer import mean_real
 from regard.position import Learned, Rope, Sinusoidal
 from regard.see.probe import Probe
 
@@ -104,6 +106,18 @@ def test_pool_takes_the_poolers_vector_or_the_mean_of_real_tokens() -> None:
     first = with_pooler.hidden(x, [5, 2])[:, 0]
     torch.testing.assert_close(with_pooler.pool(x, [5, 2]), torch.tanh(with_pooler.pooler(first)))
     torch.testing.assert_close(without.pool(x, [5, 2])[1], without.hidden(x[1:, :2])[0].mean(0))
+
+
+def test_states_of_real_tokens_are_their_mean_and_the_last() -> None:
+    """Of one token itself; of none nothing, and no division by it."""
+    h = torch.randn(4, 3, 5)
+    mean, last = mean_real(h, [3, 2, 1, 0]), last_real(h, [3, 2, 1, 0])
+    for row, n in enumerate((3, 2, 1)):
+        torch.testing.assert_close(mean[row], h[row, :n].mean(0))
+        assert torch.equal(last[row], h[row, n - 1])
+    assert not mean[3].any()
+    torch.testing.assert_close(mean_real(h, None), h.mean(1))
+    assert torch.equal(last_real(h, None), h[:, -1])
 
 
 def test_mask_argument_replaces_the_towers_own() -> None:

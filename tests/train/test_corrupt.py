@@ -133,6 +133,11 @@ def test_spans_take_15_percent_in_threes() -> None:
     assert span_counts(568) == (85, 28)
     assert span_counts(100, 0.15, 3.0) == (15, 5)
     assert span_counts(1) == (0, 0) and span_counts(0) == (0, 0)
+    # One token and one span at least, never all, and spans of a token at least with one between them.
+    assert [span_counts(n) for n in (2, 3, 9, 20, 30)] == [(1, 1), (1, 1), (1, 1), (3, 1), (4, 1)]
+    assert span_counts(5, 1.0) == (4, 1) and span_counts(2, 0.9) == (1, 1)
+    assert span_counts(10, 0.9, 1.0) == (9, 2) and span_counts(10, 0.5, 1.0) == (5, 5)
+    assert span_counts(10, 0.5, 0.5) == (5, 5)
 
 
 def test_spans_reach_every_token_alike() -> None:
@@ -264,6 +269,12 @@ def test_draw_prefix_draws_one_for_each_packed_document() -> None:
     assert all((each == each[:, :1]).all() for each in ends)
     assert [set(each[:, 0].tolist()) for each in ends] == [{1, 2, 3}, {5, 6}, {0}]
     assert len(set(zip(ends[0][:, 0].tolist(), ends[1][:, 0].tolist()))) == 6
+
+
+def test_draw_prefix_of_the_shortest_documents_is_their_first_token() -> None:
+    doc = torch.tensor([[0, 1, 1, 2]]).repeat(300, 1)
+    made = DrawPrefix()(Batch(doc, doc, doc=doc), drawing(1))
+    assert made.prefix is not None and (made.prefix == torch.tensor([1, 2, 2, 4])).all()
 
 
 def test_draw_prefix_leaves_the_prompts_of_the_data() -> None:

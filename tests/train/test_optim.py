@@ -354,3 +354,26 @@ def test_average_is_the_mean_of_checkpoints_in_their_type() -> None:
     ):
         with pytest.raises(UsageError, match=why):
             average(wrong)
+
+
+@pytest.mark.parametrize("ema", [0.2, 0.999])
+def test_moving_mean_follows_the_weights_faster_at_first(ema: float) -> None:
+    """m <- d m + (1 - d) w with d = min(ema, (1 + k) / (10 + k)); the weights of training come back after it."""
+    model = decoder().double()
+    optimizer = Optimizer(model, Optim(), ema)
+    mean = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for k in range(1, 5):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn_like(p))
+        optimizer.average(k)
+        d = min(ema, (1 + k) / (10 + k))
+        own = {n: p.detach().clone() for n, p in model.named_parameters()}
+        mean = {n: d * mean[n] + (1 - d) * own[n] for n in mean}
+        with optimizer.averaged():
+            torch.testing.assert_close(dict(model.named_parameters()), mean)
+        assert all(torch.equal(p, own[n]) for n, p in model.named_parameters())
+    plain = Optimizer(model, Optim())
+    plain.average(1)
+    with plain.averaged():
+        assert all(torch.equal(p, own[n]) for n, p in model.named_parameters())

@@ -237,3 +237,16 @@ def test_runs_with_each_reference(
             },
             "m",
         )
+
+
+def test_tally_is_of_the_means_since_it_was_asked() -> None:
+    tally = Tally()
+    assert tally.means() == {}
+    tally.add(a=torch.tensor(3.0), count=torch.tensor(1))
+    assert tally.means() == {"a": 3.0}
+    for a, count in ((3.0, 1), (4.0, 0), (5.0, 3)):
+        tally.add(a=torch.tensor(a), count=torch.tensor(count))
+    assert tally.means(lambda x: 2 * x) == {"a": 3.0}
+    # Where nothing was counted there is nothing to divide.
+    tally.add(a=torch.tensor(0.0), count=torch.tensor(0))
+    assert tally.means() == {"a": 0.0}
