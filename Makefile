@@ -27,13 +27,14 @@ print(f"installed: torch {torch}, Python {sys.version.split()[0]}")
 endef
 export CHECK_TORCH
 
-.PHONY: help demo tour docs test test-kernels test-browser parity faults mutants bench wheel format clean
+.PHONY: help demo tour docs test test-wide test-kernels test-browser parity faults mutants bench wheel format clean
 
 help:
 	@echo "make demo    set up, then train the Transformer of 2017 on dates in 76 languages (three to six minutes)"
 	@echo "make tour    set up, then build every family, check every law, print the mechanisms"
 	@echo "make docs    set up, then the documentation as a site, with search, offline: build/docs/index.html"
-	@echo "make test    set up, then ruff, mypy and pytest"
+	@echo "make test    set up, then ruff, mypy and pytest, but for the rows of large tables that are left to test-wide"
+	@echo "make test-wide  set up, then those rows: every variant of every family, every instruction set"
 	@echo "make test-kernels  set up, then the Triton kernels by Triton's interpreter (installs triton, 700 MB)"
 	@echo "make test-browser  set up, then the pages in a real browser (needs Chromium: apt install chromium)"
 	@echo "make parity  set up, then hold every preset and family, in every runner, against float64 (half an hour)"
@@ -69,7 +70,11 @@ test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not wide"
+
+# What `make test` leaves out (tests/wide.py).
+test-wide: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m wide
 
 # TRITON_INTERPRET is read when a kernel is defined: these tests have a process of their own. Where triton has no wheel
 # for this CPU or Python, or there is no network, a line says so.
