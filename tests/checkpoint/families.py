@@ -346,6 +346,19 @@ ONE_PER_FAMILY = [
     next(c.name for c in _ALL if c.architecture == next(iter(family.heads)))
     for family in FAMILIES.values()
 ]
+# What `make test` runs of a law over the families (tests/wide.py): those that differ in kind.
+FEW = [
+    *("gpt2", "llama", "gemma3", "gpt-oss", "deepseek-v32-sparse", "qwen3-next"),
+    *("bert-ForMaskedLM", "albert-ForMaskedLM", "modernbert", "vit", "t5", "marian"),
+]
+# And of a law over all cases: the families, each kind of head, a scaled rope, shared blocks, two vocabularies.
+KEPT = [
+    *ONE_PER_FAMILY,
+    *("gpt2-body", "bert-body", "gpt2-ForSequenceClassification", "gpt2-ForTokenClassification"),
+    *("bert-ForSequenceClassification", "bert-ForQuestionAnswering", "modernbert-mean"),
+    *("llama-yarn", "phi3-long", "qwen2-layer-types", "albert-groups", "deit-teacher"),
+    *("bart-untied", "marian-two-vocabularies"),
+]
 
 # --- a model of theirs beside its folder, and the same input for both ---------------------------------------------
 

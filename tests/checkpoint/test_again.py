@@ -16,9 +16,10 @@ from regard.layers import MLP
 from regard.moe import MoE
 from regard.position import Rope
 from regard.presets import PRESETS
-from tests.checkpoint.families import ONE_PER_FAMILY
+from tests.checkpoint.families import FEW, ONE_PER_FAMILY
 from tests.checkpoint.test_hf import Peers
 from tests.checkpoint.test_native import NATIVE, assert_same, tiny
+from tests.wide import wide
 
 S = dict(layers=4, dim=24, heads=3, kv_heads=3, ffn_dim=8, vocab=50, max_len=40)
 LATENT = dict(layers=4, dim=24, heads=3, head_dim=8, latent=16, query_latent=12, vocab=50)
@@ -58,7 +59,7 @@ def test_native_model_saved_again_has_the_same_bytes(name: str, tmp_path: Path) 
     assert_same(again, model)
 
 
-@pytest.mark.parametrize("name", ONE_PER_FAMILY)
+@pytest.mark.parametrize("name", wide(ONE_PER_FAMILY, keep=FEW))
 def test_family_saved_again_has_the_same_bytes(name: str, peer: Peers, tmp_path: Path) -> None:
     check(regard.load(peer(name).folder), tmp_path)
 

@@ -20,12 +20,15 @@ from regard.checkpoint.hf import plan
 from regard.layers import Answer, Classify, Tag
 from regard.models.adapt import with_head
 from regard.models.start import initialize
-from tests.checkpoint.families import CASES, Peer, at_tokens, batch, theirs
+from tests.checkpoint.families import CASES, KEPT, Peer, at_tokens, batch, theirs
+from tests.wide import wide
 
 Peers = Callable[[str], Peer]
-every = pytest.mark.parametrize("name", CASES)
+every = pytest.mark.parametrize("name", wide(CASES, keep=KEPT))
 ARCHITECTURES = {c.architecture: c for c in reversed(CASES.values())}
-each_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
+each_architecture = pytest.mark.parametrize(
+    "architecture", wide(ARCHITECTURES, keep={CASES[name].architecture for name in KEPT})
+)
 
 
 def test_every_architecture_has_a_case() -> None:

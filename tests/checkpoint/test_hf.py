@@ -24,7 +24,9 @@ from regard.fast.cpu import prepare
 from regard.layers import LM
 from tests.checkpoint.families import (
     CASES,
+    FEW,
     HEADS,
+    KEPT,
     ONE_PER_FAMILY,
     Peer,
     at_tokens,
@@ -33,12 +35,14 @@ from tests.checkpoint.families import (
     real,
     tensors,
 )
+from tests.wide import wide
 
 ROOT = Path(__file__).resolve().parents[2]
 Peers = Callable[[str], Peer]
 Ours = Callable[[str], tuple[regard.Model, Path]]
-every = pytest.mark.parametrize("name", CASES)
-one_per_family = pytest.mark.parametrize("name", ONE_PER_FAMILY)
+every = pytest.mark.parametrize("name", wide(CASES, keep=KEPT))
+one_per_family = pytest.mark.parametrize("name", wide(ONE_PER_FAMILY, keep=FEW))
+DECODERS = [c.name for c in CASES.values() if isinstance(HEADS[c.architecture], LM)]
 
 
 def assert_bit_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -138,7 +142,13 @@ def test_hf_saved_folder_loads_equal(name: str, ours: Ours) -> None:
     assert_bit_equal(again.state_dict(), model.state_dict())
 
 
-@pytest.mark.parametrize("name, fast", [*((n, False) for n in ONE_PER_FAMILY), ("llama", True)])
+@pytest.mark.parametrize(
+    "name, fast",
+    wide(
+        [*((n, False) for n in ONE_PER_FAMILY), ("llama", True)],
+        keep=[*((n, False) for n in FEW), ("llama", True)],
+    ),
+)
 def test_hf_half_precision_folder_keeps_its_type(
     name: str, fast: bool, peer: Peers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,9 +189,7 @@ def greedy(model: regard.Model, ids: Tensor, cached: bool, **source: Tensor) -> 
     return ids, chose
 
 
-@pytest.mark.parametrize(
-    "name", [c.name for c in CASES.values() if isinstance(HEADS[c.architecture], LM)]
-)
+@pytest.mark.parametrize("name", wide(DECODERS, keep=[n for n in KEPT if n in DECODERS]))
 @torch.no_grad()
 def test_hf_cached_decoding_equals_the_plain_loop(name: str, peer: Peers, ours: Ours) -> None:
     model = ours(name)[0]

@@ -17,7 +17,8 @@ from regard.checkpoint.families import FAMILIES, INERT
 from regard.checkpoint.hf import LAYERS, plan, read, read_config
 from regard.checkpoint.rules import REQUIRED, Key
 from regard.errors import UsageError
-from tests.checkpoint.families import ONE_PER_FAMILY, Peer, batch, error, tensors, theirs
+from tests.checkpoint.families import FEW, ONE_PER_FAMILY, Peer, batch, error, tensors, theirs
+from tests.wide import wide
 
 Peers = Callable[[str], Peer]
 PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text(encoding="utf-8"))
@@ -75,7 +76,7 @@ def test_old_torch_dtype_becomes_dtype(peer: Peers, tmp_path: Path) -> None:
     assert written["dtype"] == "float32" and "torch_dtype" not in written
 
 
-@pytest.mark.parametrize("name", ONE_PER_FAMILY)
+@pytest.mark.parametrize("name", wide(ONE_PER_FAMILY, keep=FEW))
 def test_null_and_switch_mean_what_transformers_means(name: str, peer: Peers) -> None:
     """Every key of the family that takes part as null, and every switch on and off: where transformers answers with
     these weights, so do we, and alike, or the key is refused."""
@@ -130,7 +131,7 @@ def test_missing_architectures_mean_the_family_s_first_head(
     assert error(regard.load(folder), peer(name).model) < 2e-4
 
 
-@pytest.mark.parametrize("name", ONE_PER_FAMILY)
+@pytest.mark.parametrize("name", wide(ONE_PER_FAMILY, keep=FEW))
 def test_keys_of_every_config_class_are_known(name: str, peer: Peers, tmp_path: Path) -> None:
     """Transformers 4 wrote some fifty keys of its base class when asked for all of them."""
     base = {key: None for key in INERT - {"architectures", "model_type", "id2label", "label2id"}}

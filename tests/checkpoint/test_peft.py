@@ -16,7 +16,8 @@ from regard.errors import UsageError
 from regard.layers import Classify
 from regard.models.adapt import low_ranks, with_head
 from regard.train.config import Adapt, adapted
-from tests.checkpoint.families import ONE_PER_FAMILY, Peer, batch, error, theirs
+from tests.checkpoint.families import FEW, ONE_PER_FAMILY, Peer, batch, error, theirs
+from tests.wide import wide
 
 
 @cache
@@ -32,6 +33,10 @@ NAMES = [
     *("gpt2-body", "llama-body", "bert-body", "t5-body", "vit-no-pooler", "phi3-partial"),
     *("albert-groups", "bert-ForQuestionAnswering", "gpt2-ForTokenClassification"),
 ]
+every = pytest.mark.parametrize(
+    "name",
+    wide(NAMES, keep=[*FEW, "phi3", "gpt2-body", "albert-groups", "gpt2-ForTokenClassification"]),
+)
 
 
 def modules(model: Any) -> dict[str, Any]:
@@ -59,7 +64,7 @@ def made_by_peft(peer: Peer, folder: Path, **settings: Any) -> Any:
     return wrapped.base_model.model
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every
 def test_what_peft_made_is_read(name: str, peer: Peers, tmp_path: Path) -> None:
     made = peer(name)
     theirs = made_by_peft(made, tmp_path / "small")
@@ -68,7 +73,7 @@ def test_what_peft_made_is_read(name: str, peer: Peers, tmp_path: Path) -> None:
     assert equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every
 def test_what_is_made_here_peft_reads(name: str, peer: Peers, tmp_path: Path) -> None:
     made = peer(name)
     ours: Any = regard.load(made.folder)
