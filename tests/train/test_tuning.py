@@ -14,6 +14,7 @@ import regard
 from regard.checkpoint.hf import Origin
 from regard.data.train_tokenizer import Recipe, train_tokenizer
 from regard.models.adapt import class_names, labels, with_head
+from tests.wide import crossed
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SIZES: dict[str, Any] = {"layers": 2, "dim": 32, "heads": 2, "ffn_dim": 64, "max_len": 64}
@@ -48,9 +49,10 @@ PAIRS = [{"prompt": f"say {i} ", "chosen": f"yes {i}", "rejected": f"no, {i}"} f
 
 
 @pytest.mark.filterwarnings("ignore::regard.errors.Notice")
-@pytest.mark.parametrize("preset", ["gpt2", "llama"])
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("method", ["full", "lora", "qlora", "full, named", "lora, named"])
+@pytest.mark.parametrize(
+    "method, dtype, preset",
+    crossed(["full", "lora", "qlora", "full, named", "lora, named"], TYPES, ["gpt2", "llama"]),
+)
 def test_policy_and_reference_are_the_same_bits_before_the_first_step(
     method: str, dtype: str, preset: str, tmp_path: Path
 ) -> None:
@@ -146,8 +148,8 @@ CASES: dict[str, tuple[list[str] | None, list[Any], list[str], str]] = {
 @pytest.mark.parametrize(
     "case, kind",
     [
-        *((case, task) for case in CASES for task in ("classify", "tag", "image")),
-        *((case, method) for case in ("more", "numbers") for method in ("frozen", "lora")),
+        *crossed(CASES, ("classify", "tag", "image")),
+        *crossed(("more", "numbers"), ("frozen", "lora")),
     ],
 )
 def test_labels_keep_their_meaning(case: str, kind: str, tmp_path: Path) -> None:
