@@ -14,6 +14,10 @@ TINY = dict(
 )
 TINY |= dict(ffn_dim=20, size=12, patch=4, experts=16, active=2, latent=16, query_latent=12, topk=5)
 TINY |= dict(window=5, labels=5, key_heads=2, value_heads=4, shared_dim=20)
+# What `make test` runs of a law over the presets (tests/wide.py): those that differ in kind.
+FEW = ["gpt2", "llama", "gemma-3-1b", "gpt-oss-20b", "deepseek-v3.2", "qwen3-next-80b"]
+FEW += ["bert-base", "albert-base", "vit-small", "t5-small", "marian"]
+OWN = ["captioner", "gru-lm", "luong"]
 
 
 def set_somewhere(data: Any) -> set[str]:

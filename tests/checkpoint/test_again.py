@@ -18,7 +18,9 @@ from regard.position import Rope
 from regard.presets import PRESETS
 from tests.checkpoint.families import FEW, ONE_PER_FAMILY
 from tests.checkpoint.test_hf import Peers
-from tests.checkpoint.test_native import NATIVE, assert_same, tiny
+from tests.checkpoint.test_native import NATIVE, assert_same
+from tests.tiny import FEW as KINDS
+from tests.tiny import OWN, tiny
 from tests.wide import wide
 
 S = dict(layers=4, dim=24, heads=3, kv_heads=3, ffn_dim=8, vocab=50, max_len=40)
@@ -45,7 +47,7 @@ def check(model: regard.Model, home: Path) -> regard.Model:
     return again
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", wide(PRESETS, keep=[*KINDS, *OWN]))
 def test_preset_saved_again_has_the_same_bytes(name: str, tmp_path: Path) -> None:
     check(tiny(name), tmp_path)
 
@@ -110,7 +112,7 @@ ODD: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", wide(PRESETS, keep=[*KINDS, *OWN]))
 def test_no_rule_fails_on_a_model_that_it_does_not_fit(name: str) -> None:
     """`save` tries every family: a rule that cannot say a model says so, and a mistake in one would be raised."""
     config = tiny(name).config

@@ -12,7 +12,8 @@ from regard.checkpoint.hf import Origin, express
 from regard.layers import Answer, Classify, Tag
 from regard.presets import PRESETS
 from tests.checkpoint.families import error
-from tests.tiny import answer, tiny
+from tests.tiny import FEW, OWN, answer, tiny
+from tests.wide import wide
 
 TEXT = dict(dim=24, layers=2, vocab=50)
 GPT = dict(TEXT, heads=3, ffn_dim=20, max_len=40)
@@ -96,7 +97,7 @@ def test_preset_runs_at_a_tiny_size(name: str) -> None:
     assert answer(tiny(name)).isfinite().all()
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", wide(PRESETS, keep=[*FEW, *OWN]))
 def test_preset_saves_in_its_family_and_loads_equal(name: str, tmp_path: Path) -> None:
     model = tiny(name)
     model.save(tmp_path)
@@ -105,7 +106,7 @@ def test_preset_saves_in_its_family_and_loads_equal(name: str, tmp_path: Path) -
     assert_same(regard.load(tmp_path), model)
 
 
-@pytest.mark.parametrize("name", IN_FAMILY)
+@pytest.mark.parametrize("name", wide(IN_FAMILY, keep=FEW))
 def test_preset_loads_in_transformers_and_agrees(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model = tiny(name)
@@ -145,14 +146,14 @@ def test_head_without_dropout_loads_in_transformers(head: Any, tmp_path: Path) -
     assert not regard.load(tmp_path).config.head.dropout
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", wide(PRESETS, keep=[*FEW, *OWN]))
 def test_preset_at_full_size_is_of_its_family(name: str) -> None:
     model = regard.build(name, device="meta")
     family, *_ = express(model, Origin(model.family))
     assert (family.name if family else "") == PRESETS[name][0]
 
 
-@pytest.mark.parametrize("name", IN_FAMILY)
+@pytest.mark.parametrize("name", wide(IN_FAMILY, keep=FEW))
 def test_preset_has_as_many_parameters_as_transformers(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     model = regard.build(name, device="meta")

@@ -24,6 +24,7 @@ from tests.decode.tiny import (
     run,
     tokens_of,
 )
+from tests.wide import crossed
 
 ENDS = (3, 5)
 GREEDY = Settings(
@@ -68,8 +69,7 @@ VARIED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", VARIED)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name, how", crossed(MODELS, VARIED))
 def test_text_is_the_same(name: str, how: str) -> None:
     assert answers(name, ASKED, **VARIED[how]) == alone(name)
 
@@ -124,8 +124,7 @@ def shown(events: list[Event], asked: list[tuple[list[int], Settings]]) -> list[
     return [done[i] for i in range(len(asked))]
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name, seed", crossed(MODELS, [1, 2]))
 def test_text_is_the_same_when_preempted_at_any_step(
     name: str, seed: int, put_back: list[int]
 ) -> None:
@@ -147,8 +146,10 @@ def test_text_is_the_same_when_preempted_at_any_step(
     full(engine.pool)
 
 
-@pytest.mark.parametrize("prefix", [True, False])
-@pytest.mark.parametrize("name", ["gqa_rope", "dsa_mla", "pair", "twin", "lstm_attention"])
+@pytest.mark.parametrize(
+    "name, prefix",
+    crossed(["gqa_rope", "dsa_mla", "pair", "twin", "lstm_attention"], [True, False]),
+)
 def test_pool_too_small_for_all_preempts_and_says_the_same(
     name: str, prefix: bool, put_back: list[int]
 ) -> None:
@@ -220,8 +221,7 @@ def test_samples_that_were_put_back_read_their_source_once(
     assert [[r.ids for r in found]] == answers("twin", [([1, 2, 3, 4, 5], settings)])
 
 
-@pytest.mark.parametrize("runner", ["torch", "graph"])
-@pytest.mark.parametrize("name", ["gqa_rope", "twin"])
+@pytest.mark.parametrize("name, runner", crossed(["gqa_rope", "twin"], ["torch", "graph"]))
 def test_pool_that_just_fits_a_request_runs_it_to_its_end(name: str, runner: str) -> None:
     """`check_pages` is exact: with one page fewer the request is refused, with as many it runs alone, again after it
     was put back. Of a pair the prompt is a source, which all rows share."""

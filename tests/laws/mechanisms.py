@@ -78,6 +78,10 @@ TOWERS: dict[str, dict] = {name: {"attention": a} for name, a in MECHANISMS.item
     "mixed": {"attention": (MECHANISMS["window"], MECHANISMS["dsa_mla"])},
 }
 
+# What `make test` runs of a law over the towers (tests/wide.py).
+FEW = ["gqa_rope", "window", "softcap_sinks_t5", "longrope", "mla_query_latent", "mla_alibi"]
+FEW += ["dsa_mla", "dsa_fp8", "delta_gqa", "one_block", "norms_no_bias", "mixed"]
+
 OPTIONS: dict[str, dict] = {  # layouts at sizes that make them grow, wrap around and turn pages
     "contiguous": {"capacity": 2},
     "ring": {"chunk": 5},

@@ -10,10 +10,12 @@ from regard.cache import LAYOUTS, Cache
 from regard.layers import MLP
 from regard.models import EncoderDecoder, EncoderDecoderConfig, Tokens, Transformer
 from regard.position import Alibi, Rope, Sinusoidal, T5Bias
-from tests.laws.mechanisms import DIM, TIGHT, TOWERS, VOCAB, decoder, ids, options, stir
+from tests.laws.mechanisms import DIM, FEW, TIGHT, TOWERS, VOCAB, decoder, ids, options, stir
+from tests.wide import crossed, wide
 
 pytestmark = [pytest.mark.parametrize("layout", LAYOUTS)]
-mechanisms = pytest.mark.parametrize("name", TOWERS)
+mechanisms = pytest.mark.parametrize("name", wide(TOWERS, keep=FEW))
+EXACT = [n for n in TOWERS if "dsa" not in n and n != "mixed"]
 
 
 def close(a: Tensor, b: Tensor) -> None:
@@ -115,7 +117,7 @@ def test_cached_decode_equals_full_forward_in_float32(name: str, layout: str) ->
     assert (ours - model(x)).abs().max() < 2e-4  # logits of size 10, float32
 
 
-@pytest.mark.parametrize("name", [n for n in TOWERS if "dsa" not in n and n != "mixed"])
+@pytest.mark.parametrize("name", wide(EXACT, keep=[n for n in FEW if n in EXACT]))
 @torch.no_grad()
 def test_cached_decode_in_bfloat16_is_no_further_off_than_uncached(name: str, layout: str) -> None:
     """From the same weights in float64; without an indexer, whose choices rounding may turn."""
@@ -148,8 +150,7 @@ def pair(cross: str, own: str) -> EncoderDecoder:
     return stir(EncoderDecoder(config))
 
 
-@pytest.mark.parametrize("own", SELF)
-@pytest.mark.parametrize("cross", CROSS)
+@pytest.mark.parametrize("cross, own", crossed(CROSS, SELF))
 @torch.no_grad()
 def test_cached_cross_attention_is_written_once_and_equals_uncached(
     cross: str, own: str, layout: str

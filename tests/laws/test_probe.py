@@ -17,9 +17,10 @@ from regard.mask import Causal, Span, Visible
 from regard.models import EncoderDecoder, EncoderDecoderConfig, Tokens
 from regard.position import Sinusoidal
 from regard.see.probe import Probe
-from tests.laws.mechanisms import DIM, TIGHT, TOWERS, VOCAB, decoder, ids, options, stir
+from tests.laws.mechanisms import DIM, FEW, TIGHT, TOWERS, VOCAB, decoder, ids, options, stir
+from tests.wide import wide
 
-mechanisms = pytest.mark.parametrize("name", TOWERS)
+mechanisms = pytest.mark.parametrize("name", wide(TOWERS, keep=FEW))
 LENGTHS = [8, 5]
 
 
@@ -32,13 +33,13 @@ def maps(name: str, backend: str = "sdpa", **wish: object) -> dict[str, Tensor]:
 
 
 PAIRS = [(name, b) for name in TOWERS for b in BACKENDS if b != "flex"]
-PAIRS += [
-    ("gqa_rope", "flex"),
-    ("dsa_mla", "flex"),
-]  # flex is traced anew on each call: two will do
+FLEX = [("gqa_rope", "flex"), ("dsa_mla", "flex")]  # traced anew on each call: two will do
 
 
-@pytest.mark.parametrize("name, backend", PAIRS)
+@pytest.mark.parametrize(
+    "name, backend",
+    wide([*PAIRS, *FLEX], keep=[*(pair for pair in PAIRS if pair[0] in FEW), FLEX[0]]),
+)
 @torch.no_grad()
 def test_probe_changes_no_logit(name: str, backend: str) -> None:
     model, x = decoder(name), ids(2, 8)

@@ -16,7 +16,9 @@ from tests.text import tiny
 from tests.text.tiny import ALL, TEXTS, dump
 from tests.wide import wide
 
-every = pytest.mark.parametrize("name", wide(ALL, keep=["gpt2", "bert", "t5", "llama", "odd_decoder"]))
+every = pytest.mark.parametrize(
+    "name", wide(ALL, keep=["gpt2", "bert", "t5", "llama", "odd_decoder"])
+)
 LIVE = [name for name in ALL if name != "odd_decoder"]
 
 HARD = [
