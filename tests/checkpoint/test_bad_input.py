@@ -13,7 +13,7 @@ from regard.checkpoint import store
 from regard.checkpoint.families import FAMILIES
 from regard.checkpoint.hf import STARTS, read
 from regard.errors import UsageError
-from tests.checkpoint.families import FEW, ONE_PER_FAMILY, Peer
+from tests.checkpoint.families import ONE_PER_FAMILY, Peer
 from tests.checkpoint.spoil import SIZES, configure, refused
 from tests.wide import wide
 
@@ -91,7 +91,9 @@ def test_config_that_is_a_folder_says_so(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-@pytest.mark.parametrize("name", wide(ONE_PER_FAMILY, keep=FEW))
+@pytest.mark.parametrize(
+    "name", wide(ONE_PER_FAMILY, keep=["gpt2", "gpt-oss", "bert-ForMaskedLM", "t5"])
+)
 def test_value_of_any_key_is_refused_in_words_or_kept(
     name: str, peer: Callable[[str], Peer], tmp_path: Path
 ) -> None:

@@ -37,6 +37,7 @@ from regard.train.trainer import Trainer
 from tests.laws.mechanisms import DIM, STATES, TOWERS, VOCAB, decoder, ids
 from tests.train import toy
 from tests.train.toy import Toy
+from tests.wide import crossed, wide
 
 
 def t5() -> EncoderDecoder:
@@ -83,8 +84,7 @@ def test_joined_products_give_the_same_gradient(name: str) -> None:
         torch.testing.assert_close(grad, plain[key], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed, method", crossed([False, True], ["full", "lora", "qlora"]))
 def test_compiled_tower_is_one_graph(method: str, packed: bool) -> None:
     """Each place at which the compiler gives up costs more than compiling gains. What adapters put into a layer is in
     each of them; from layer to layer goes what goes in a full training too."""
@@ -102,8 +102,9 @@ def test_compiled_tower_is_one_graph(method: str, packed: bool) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_towers_give_the_same_gradient() -> None:
-    model = decoder("mha").double()
+@pytest.mark.parametrize("layers", wide([1, 2], keep=[1]))
+def test_compiled_towers_give_the_same_gradient(layers: int) -> None:
+    model = decoder("mha", layers=layers).double()
     x = ids(3, 9)
     batch = Batch(x[:, :-1], x[:, 1:])
     plain = gradients(copy.deepcopy(model), causal, batch)

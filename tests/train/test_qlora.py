@@ -20,6 +20,7 @@ from regard.kernels.linear import unpacked
 from regard.models.adapt import Int4Linear, low_ranks, merge, quantize
 from regard.train.config import Adapt, adapted
 from regard.train.loss import causal
+from tests.wide import crossed, wide
 
 TEXT: dict[str, Any] = dict(dim=64, layers=2, heads=2, ffn_dim=96, vocab=50, max_len=40)
 BODIES: dict[str, dict[str, Any]] = {
@@ -46,8 +47,7 @@ def pair(name: str) -> tuple[Any, Any]:
     return four, twin
 
 
-@pytest.mark.parametrize("how", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("name, how", crossed(BODIES, ["fp32", "bf16"]))
 def test_gradients_are_those_of_the_dense_twin(name: str, how: str) -> None:
     x, grads = torch.randint(50, (3, 9)), []
     for model in pair(name):
@@ -120,7 +120,8 @@ def tables(home: Path, model: Any, train: Any, method: str = "full") -> dict[str
 
 
 @pytest.mark.parametrize(
-    "method, more", [("qlora", {}), ("full", {"ema": 0.9}), ("qlora", {"ema": 0.9})]
+    "method, more",
+    wide([("qlora", {}), ("full", {"ema": 0.9}), ("qlora", {"ema": 0.9})], keep=[("qlora", {})]),
 )
 def test_stopped_run_goes_on_to_the_same_bits(
     method: str, more: dict[str, Any], home: Path, tmp_path: Path

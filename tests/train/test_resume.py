@@ -21,6 +21,7 @@ from regard.train.optim import OPTIMIZERS, Optim, Schedule
 from regard.train.trainer import FREE, RENAMED, Train, Trainer, changed, flat
 from tests.train.test_trainer import finished, same
 from tests.train.toy import KINDS, Toy, trainer
+from tests.wide import crossed, wide
 
 Event = dict[str, Any]
 
@@ -64,8 +65,7 @@ def test_run_of_a_version_that_dealt_otherwise_goes_on_and_says_so(tmp_path: Pat
 # --- stopped = not stopped ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name, kind", crossed(OPTIMIZERS, KINDS))
 def test_every_kind_and_optimiser_goes_on_to_the_same_bits(
     tmp_path: Path, kind: str, name: str
 ) -> None:
@@ -77,7 +77,7 @@ def test_every_kind_and_optimiser_goes_on_to_the_same_bits(
     assert same(finished(tmp_path / "parts", **changes), want)
 
 
-@pytest.mark.parametrize("after", range(8))
+@pytest.mark.parametrize("after", wide(range(8), keep=[0, 2, 7]))
 def test_a_stop_in_an_evaluation_is_obeyed_within_a_batch(tmp_path: Path, after: int) -> None:
     """At any of its batches, at the average's too: saved, not recorded, and made when the run goes on."""
     settings: dict[str, Any] = {

@@ -44,12 +44,16 @@ from regard.train.optim import Optim, Schedule, accumulate
 from regard.train.tasks import TASKS
 from regard.train.trainer import Train, Trainer
 from tests.train.toy import weights
+from tests.wide import wide
 
 VOCAB, SPECIAL, SENTINELS = 29, 4, (25, 26, 27, 28)
 MARKS = Marks(VOCAB, (0, 1, 2, 3, *SENTINELS), mask=1, sentinels=SENTINELS, start=2, end=3)
 DIM, EXAMPLES = 12, 9
 TIGHT = {"rtol": 1e-9, "atol": 1e-9}  # float64
 tasks = pytest.mark.parametrize("task", TASKS)
+# Of what trains a whole run.
+FEW = ["lm", "prefer", "spans", "tag", "image", "sparse_index"]
+kinds = pytest.mark.parametrize("task", wide(TASKS, keep=FEW))
 PAIRED = (Spans, Infill)  # they make an encoder's text and a decoder's of a row
 
 
@@ -264,7 +268,7 @@ def trainer_for(task: str, folder: Path, tell: Any = lambda event: None) -> Trai
     )
 
 
-@tasks
+@kinds
 def test_stopped_and_resumed_is_not_stopped(task: str, tmp_path: Path) -> None:
     want = trainer_for(task, tmp_path / "whole")
     before = {n: x.clone() for n, x in want.model.state_dict().items()}
@@ -280,7 +284,7 @@ def test_stopped_and_resumed_is_not_stopped(task: str, tmp_path: Path) -> None:
     assert any(not torch.equal(x, before[n]) for n, x in want.model.state_dict().items())
 
 
-@tasks
+@kinds
 def test_one_evaluation_pass_is_the_mean_over_examples(task: str, tmp_path: Path) -> None:
     events: list[dict[str, Any]] = []
     t = trainer_for(task, tmp_path, events.append)

@@ -19,6 +19,7 @@ from regard.train.checkpoint import Checkpoints, clean, fault, locked
 from regard.train.loss import causal
 from regard.train.trainer import Diverged, Trainer
 from tests.train.toy import Toy, trainer, weights
+from tests.wide import crossed
 
 
 def same(a: Trainer, b: Trainer) -> bool:
@@ -36,8 +37,7 @@ def finished(folder: Path, **changes: Any) -> Trainer:
 # --- going on -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name, precision", crossed(["adamw", "muon"], ["fp32", "bf16"]))
 def test_resume_is_bitwise_equal(tmp_path: Path, precision: str, name: str) -> None:
     from regard.train.optim import Optim
 
@@ -199,8 +199,7 @@ class Poisoned:
         return loss + (loss - loss.detach()) * torch.inf, count
 
 
-@pytest.mark.parametrize("how", ["loss", "gradient"])
-@pytest.mark.parametrize("at", [1, 4, 6])
+@pytest.mark.parametrize("at, how", crossed([1, 4, 6], ["loss", "gradient"]))
 def test_nan_touches_no_weight(tmp_path: Path, at: int, how: str) -> None:
     t = trainer(tmp_path, micro_batches=1, save=0, evaluate=0)
     t.objective = Poisoned(at, how)
