@@ -163,6 +163,33 @@ def test_cross_cache_forks_with_its_owner(layout: str) -> None:
 
 
 @layouts
+@pytest.mark.parametrize("rows", [[0, 1], [1, 0], [1], [0, 0, 1]])
+def test_source_that_goes_on_as_it_is_is_not_copied(layout: str, rows: list[int]) -> None:
+    """Not where its cache is given up: `take`; a fork has its own."""
+    for kind in ("take", "fork"):
+        cache = make(layout)
+        append(cache, 2)
+        cache.cross = source = make("contiguous")
+        append(source, 3)
+        new = getattr(cache, kind)(torch.tensor(rows))
+        assert (new.cross is source) == (kind == "take" and rows == [0, 1])
+        assert held(new.cross) == [marks(row, 3) for row in rows]
+        assert held(new) == [marks(row, 2) for row in rows]
+        assert (cache.cross is None) == (kind == "take")
+
+
+@layouts
+@pytest.mark.parametrize("rows", [[0, 1], [1, 0], [1, 1]])
+def test_source_that_rows_share_stays_when_they_trade_places(layout: str, rows: list[int]) -> None:
+    cache = make(layout)
+    append(cache, 2)
+    cache.cross = source = make("contiguous").take(torch.tensor([1]))
+    new = cache.take(torch.tensor(rows))
+    assert new.cross is source
+    assert held(new) == [marks(row, 2) for row in rows]
+
+
+@layouts
 def test_state_of_fixed_size_is_kept_forked_and_freed(layout: str) -> None:
     cache = LAYOUTS[layout]([CacheSpec(state={"h": (3,)})], 2, **OPTIONS.get(layout, {}))
     cache.layer(0).state["h"] = torch.tensor([[1.0] * 3, [2.0] * 3])

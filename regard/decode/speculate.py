@@ -92,7 +92,7 @@ class Draft:
             self._tell(cache, texts)
             logits = self.model.next_logits(said[-1][:, None], more, cache=cache)
             said.append(logits.argmax(-1))
-        if most > 1 and not astray:
+        if not astray:
             self.cache.rewind((rooms - 1).clamp(min=0))
         guesses = torch.stack(said, 1).tolist()
         return [g[:n] for g, n in zip(guesses, room, strict=True)]
