@@ -9,6 +9,7 @@ from regard.decode.plain import PlainLane
 from regard.decode.settings import Settings
 from tests.decode.test_priorities import WAYS, ways
 from tests.decode.tiny import answers, full, model, prompts, request
+from tests.laws.mechanisms import decoder
 
 OPTIONS = {
     way: options | {"chunk": 8} | ({} if "layout" in options else {"pages": 400})
@@ -139,3 +140,103 @@ def test_sources_are_read_a_chunk_at_a_time(name: str, monkeypatch: pytest.Monke
         engine.submit(request(name, prompt, settings, key=i))
     ended(engine, asked, name)
     assert len(read) > 1 and max(read) <= 40
+
+
+# --- by a clock of the test -------------------------------------------------------------------------------------------
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("regard.decode.engine.time", made)
+    return made
+
+
+def serving(engine: Engine, clock: Clock, now: float) -> list[int]:
+    """Who has a row after a step at this time."""
+    clock.now = now
+    engine.step()
+    return [request.number for request in engine._active()]
+
+
+def test_patience_doubles_with_each_turn_up_to_the_sixth(clock: Clock) -> None:
+    engine = Engine(model("gqa_rope"), rows=1, page=4, pages=200, patience=10.0)
+    for i, prompt in enumerate(prompts((3, 4))):
+        engine.submit(request("gqa_rope", prompt, Settings(max_new_tokens=50), key=i))
+    runs, now = 0, 0.0
+    assert serving(engine, clock, now) == [runs]
+    for turn in (0, 1, 2, 3, 4, 5, 6, 6, 6):
+        now += 10.0 * 2**turn
+        assert serving(engine, clock, now - 0.01) == [runs]
+        assert serving(engine, clock, now) == [1 - runs]
+        runs = 1 - runs
+
+
+@pytest.mark.parametrize("turn", [0, 1, 6, 7])
+def test_late_prompts_of_a_client_are_patient_or_do_not_ask(turn: int, clock: Clock) -> None:
+    engine = Engine(model("gqa_rope"), rows=1, page=4, pages=200, patience=10.0)
+    engine.submit(request("gqa_rope", [1, 2], Settings(max_new_tokens=50)))
+    engine.submit(request("gqa_rope", [3, 4], Settings(max_new_tokens=50), key=1, turn=turn))
+    assert serving(engine, clock, 0.0) == [0]
+    assert serving(engine, clock, 10.0 * 2**turn - 0.01) == [0]
+    assert serving(engine, clock, 10.0 * 2**turn) == [0 if turn == 7 else 1]
+    if turn == 7:
+        assert serving(engine, clock, 1e9) == [0]
+
+
+@pytest.mark.parametrize("kind, priority", [({}, 1), ({"beams": 2}, 0)])
+def test_a_higher_priority_and_a_search_keep_their_rows(
+    kind: Any, priority: int, clock: Clock
+) -> None:
+    s = Settings(max_new_tokens=50, **kind)
+    engine = Engine(model("gqa_rope"), rows=s.rows, page=4, pages=200, patience=10.0)
+    engine.submit(request("gqa_rope", [1, 2], s, priority=priority))
+    engine.submit(request("gqa_rope", [3, 4], Settings(max_new_tokens=50), key=1))
+    assert serving(engine, clock, 0.0) == [0]
+    assert serving(engine, clock, 1e6) == [0]
+
+
+@pytest.mark.parametrize(
+    "size, kind, pages",
+    [
+        (3, {}, 2),
+        (4, {}, 3),
+        (7, {}, 3),
+        (8, {}, 4),
+        (8, {"samples": 3, "temperature": 1.0}, 6),
+        (8, {"beams": 3}, 6),
+        # The context is 64 tokens: this one is read anew for each of its own, in no page.
+        (65, {"overflow": "crop"}, 0),
+    ],
+)
+def test_pages_that_a_prompt_will_take(size: int, kind: Any, pages: int) -> None:
+    """Those of its tokens, and one more for each row."""
+    engine = Engine(decoder("mha"), page=4, pages=200)
+    waiting = request("mha", [1] * size, Settings(**kind))
+    assert engine._need(waiting) == pages
+    assert engine._times(waiting) == waiting.settings.rows
+    assert Engine(decoder("mha"), layout="contiguous")._need(waiting) == 0
+    for rows, most, fits in ((3, pages, True), (2, pages, waiting.settings.rows < 3)):
+        assert engine._fits(waiting, rows, most) == fits
+        assert not engine._fits(waiting, rows, most - 1)
+
+
+def test_room_is_what_those_who_run_leave() -> None:
+    """A page for each row that runs, and those of prompts that are not through."""
+    engine = Engine(model("gqa_rope"), rows=6, page=4, pages=50, chunk=8)
+    assert engine._room() == (6, 50)
+    engine.submit(request("gqa_rope", prompts((3,))[0], Settings(max_new_tokens=9)))
+    two = Settings(max_new_tokens=9, samples=2, temperature=1.0)
+    engine.submit(request("gqa_rope", prompts((30,))[0], two, key=1))
+    engine.step()
+    assert engine.pool is not None
+    left = [len(slot.text) - slot.fed for lane in engine.lanes.values() for slot in lane.unread()]
+    owed = sum(-(-n // 4) for n in left)
+    assert left and engine._room() == (3, engine.pool.available - 3 - owed)
