@@ -179,8 +179,8 @@ def test_settings_change_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
 def test_run_that_cannot_fit_is_exit_3_with_the_cheapest_changes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("regard.train.plan.free_memory", lambda device: 4 << 30)
-    large = ["--model.layers", "24", "--model.dim", "256", "--data.rows", "65536"]
+    monkeypatch.setattr("regard.train.plan.free_memory", lambda device: 1 << 30)
+    large = ["--model.layers", "12", "--model.dim", "128", "--data.rows", "16384"]
     assert main(["plan", "lm.toml", *large]) == 3
     said = capsys.readouterr()
     less = [line.split()[1] for line in said.out.splitlines() if line.startswith("less")]
@@ -191,7 +191,7 @@ def test_run_that_cannot_fit_is_exit_3_with_the_cheapest_changes(
     assert not told["fits"] and told["changes"]
     # Each as it is printed makes it fit.
     for change in told["changes"]:
-        assert change["total"] <= 4 << 30
+        assert change["total"] <= 1 << 30
         flags = [
             word for name, value in change["settings"].items() for word in (f"--{name}", value)
         ]
