@@ -16,6 +16,8 @@ import pytest
 import torch
 
 import regard
+from tests.tiny import FEW, OWN
+from tests.wide import wide
 
 SMALL: dict[str, Any] = dict(layers=3, dim=24, heads=3, ffn_dim=20, vocab=50, max_len=40)
 
@@ -85,7 +87,7 @@ def number(model: regard.Model, line: str, context: int | None = None) -> int:
     return int(re.findall(r"[\d,]+", found)[0].replace(",", ""))
 
 
-@pytest.mark.parametrize("name", regard.PRESETS)
+@pytest.mark.parametrize("name", wide(regard.PRESETS, keep=[*FEW, *OWN]))
 def test_summary_counts_every_parameter_once(name: str) -> None:
     model = regard.build(name, device="meta")
     assert number(model, "all") == sum(p.numel() for p in model.parameters())
@@ -132,7 +134,7 @@ def test_summary_of_an_encoder_has_no_cache() -> None:
     )
 
 
-@pytest.mark.parametrize("name", regard.PRESETS)
+@pytest.mark.parametrize("name", wide(regard.PRESETS, keep=[*FEW, *OWN]))
 def test_flops_are_counted_for_every_preset(name: str) -> None:
     assert regard.build(name, device="meta").flops_per_token(16) > 0
 

@@ -23,6 +23,7 @@ from tests.decode.tiny import (
     run,
     tokens_of,
 )
+from tests.wide import crossed
 
 LONG = Settings(max_new_tokens=20)
 KINDS = {
@@ -140,8 +141,9 @@ def test_cancelling_what_is_not_there_does_nothing() -> None:
     assert engine.cancel(number) == []
 
 
-@pytest.mark.parametrize("name", ["pair", "captioner", "seq2seq", "lstm_attention", "dsa_mla"])
-@kinds
+@pytest.mark.parametrize(
+    "name, kind", crossed(["pair", "captioner", "seq2seq", "lstm_attention", "dsa_mla"], KINDS)
+)
 def test_cancelled_request_leaves_other_models_in_order(name: str, kind: str) -> None:
     engine = Engine(model(name), page=4, pages=60, chunk=4)
     asked = [(p, s) for p, s in zip(prompts((5, 3, 6)), (LONG, KINDS[kind], KINDS[kind]))]
@@ -292,8 +294,7 @@ def settings_at_random(rng: random.Random) -> Settings:
     return Settings(**common)
 
 
-@pytest.mark.parametrize("prefix", [True, False])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed, prefix", crossed(range(2), [True, False]))
 def test_ledger_is_even_after_thousands_of_random_operations(seed: int, prefix: bool) -> None:
     """Submit, step, cancel, let deadlines pass, preempt, spoil a row: at every quiet point the pool is full again, and
     each request was answered exactly once."""

@@ -13,6 +13,7 @@ import regard
 from regard.decode.engine import Engine
 from regard.decode.settings import Request, Result, Settings
 from tests.checkpoint.families import CASES
+from tests.wide import crossed, wide
 
 FAMILIES = [
     "gpt2", "llama-mqa", "mistral", "mixtral", "qwen2", "qwen3", "deepseek-v2", "deepseek-v3",
@@ -93,14 +94,12 @@ def expected(name: str, forced: bool, penalty: float | None, early: str) -> Any:
     return p.generate(**options)
 
 
-layouts = pytest.mark.parametrize("layout", ["contiguous", "paged"])
 families = pytest.mark.parametrize("name", FAMILIES)
-forcing = pytest.mark.parametrize("forced", [False, True], ids=["free", "forced_end"])
 
 
-@layouts
-@forcing
-@families
+@pytest.mark.parametrize(
+    "name, forced, layout", crossed(FAMILIES, [False, True], ["contiguous", "paged"])
+)
 def test_greedy_equals_transformers(name: str, forced: bool, layout: str) -> None:
     p = pair(name)
     ids, out = expected(name, forced, None, "")
@@ -115,13 +114,16 @@ def test_greedy_equals_transformers(name: str, forced: bool, layout: str) -> Non
 SEARCHES = [(0.6, "heuristic"), (1.0, "heuristic"), (1.4, "heuristic"), (1.4, "never"), (0.6, "first")]  # fmt: skip
 
 
+SEARCHED = [
+    (name, *search, (i + j) % 2 == 1)
+    for i, name in enumerate(FAMILIES)
+    for j, search in enumerate(SEARCHES)
+]
+
+
 @pytest.mark.parametrize(
     "name, penalty, early, forced",
-    [
-        (name, *search, (i + j) % 2 == 1)
-        for i, name in enumerate(FAMILIES)
-        for j, search in enumerate(SEARCHES)
-    ],
+    wide(SEARCHED, keep=[*SEARCHED[: len(SEARCHES)], *SEARCHED[:: len(SEARCHES) + 1]]),
 )
 def test_beams_equal_transformers(name: str, penalty: float, early: str, forced: bool) -> None:
     """Every family with every search, both with and without a forced end, in turn: a search does not know the family,

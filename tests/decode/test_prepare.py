@@ -35,7 +35,8 @@ from regard.models.adapt import LoRA, inject, merge
 from regard.moe import MixtureOfExperts, MoE
 from regard.position import Learned, Rope, Sinusoidal
 from regard.see.probe import Probe
-from tests.laws.mechanisms import TOWERS, VOCAB, decoder, ids, options, stir
+from tests.laws.mechanisms import FEW, TOWERS, VOCAB, decoder, ids, options, stir
+from tests.wide import crossed, wide
 
 # |logits - original| / |original| of two stirred layers, 24 to 64 wide: each rounding adds to the one before
 BOUND = {"fp32": 2e-6, "bf16": 0.03, "int8": 0.06, "int4": 0.35}
@@ -148,7 +149,7 @@ def test_prepared_model_has_what_lora_adds_to_weights_that_others_read(
 
 
 @precisions
-@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize("name", wide(TOWERS, keep=FEW))
 @torch.inference_mode()
 def test_prepared_decoder_equals_its_original(name: str, precision: str, choices: Choices) -> None:
     model, x = small(name), ids(2, 9)
@@ -170,9 +171,9 @@ def test_prepared_decoder_runs_in_every_layout(layout: str, precision: str) -> N
         assert error(feed(fast, x, cache, [4, 1, 4]), model(x)) < BOUND[precision]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize(
+    "act, gated, precision", crossed(ACTIVATIONS, [True, False], ["fp32", "bf16", "int8"])
+)
 @torch.inference_mode()
 def test_prepared_feed_forward_equals_its_original(act: str, gated: bool, precision: str) -> None:
     for bias in (True, False):
@@ -328,8 +329,10 @@ def test_prepared_model_runs_on_a_machine_without_the_ops(
     assert fast.cache(1).dtype == wide  # bf16 would be slow here
 
 
-@pytest.mark.parametrize("name", [name for name in TOWERS if name.startswith("mla")])
-@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize(
+    "precision, name",
+    crossed(["int8", "int4"], [name for name in TOWERS if name.startswith("mla")]),
+)
 @torch.inference_mode()
 def test_a_row_of_latent_attention_has_its_bits_in_any_company(name: str, precision: str) -> None:
     """int8 rounds activations: what differs in its last bit may be a step apart after it."""

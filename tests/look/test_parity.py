@@ -125,7 +125,7 @@ def test_every_order_of_a_block_is_followed_and_its_bugs_are_named(order: str) -
 # --- rounding -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", wide(range(CLEAN), keep=range(6)))
+@pytest.mark.parametrize("seed", wide(range(CLEAN), keep=range(3)))
 def test_sound_random_model_is_not_accused(seed: int) -> None:
     model = random_model(seed)
     for check in parity(model, sample(model, rows=2, tokens=6, seed=seed)):
@@ -225,8 +225,8 @@ PRESETS = {family or name: name for name, (family, _) in reversed(regard.PRESETS
 JUDGED = ("shared against alone", "packed against plain", "packed in shared pages")
 JUDGED += ("unwatched against watched", "graph against plain")
 JUDGED += ("int8 against plain", "int8 in shared pages")
-FEW = ["gpt2", "llama", "gemma3_text", "gpt_oss", "deepseek_v32", "qwen3_next", "bert", "vit", "t5"]
-families = pytest.mark.parametrize("family", wide(PRESETS, keep=[*FEW, "luong", "captioner"]))
+FEW = ["gpt2", "gpt_oss", "deepseek_v32", "qwen3_next", "bert", "t5", "luong"]
+families = pytest.mark.parametrize("family", wide(PRESETS, keep=FEW))
 # One mistake in each, in turn.
 TURNS = [(m, r) for m in MISTAKES for r in RUNNERS if (m, r) != ("page", "rows")]
 
