@@ -105,6 +105,29 @@ def test_fixed_key_is_checked() -> None:
             bad.read("k", {"k": 2} if bad.null is rules.ABSENT else {"k": None}, {})
 
 
+@pytest.mark.parametrize(
+    "name, fine, bad",
+    [
+        ("is_causal", [True, False, None], [1, "yes", 0.0]),
+        ("head_dim", [64, 0, None], [True, 64.0, "64"]),
+        ("rope_theta", [1e4, 10000, None], [False, float("inf"), float("nan"), "1"]),
+        ("id2label", [{}, {"0": "a"}, None], [[], "a"]),
+        ("layer_types", [[], ["full_attention"], None], [{}, "full_attention"]),
+        ("topk_method", ["greedy", None], [1, ["greedy"]]),
+    ],
+)
+def test_values_that_cannot_be_meant_are_refused(
+    name: str, fine: list[Any], bad: list[Any]
+) -> None:
+    for value in fine:
+        rules.check_kinds({name: value}, [name])
+    for value in bad:
+        with pytest.raises(UsageError, match=f"{name} is .*; it must be"):
+            rules.check_kinds({name: value}, [name])
+        # A key of another family decides nothing.
+        rules.check_kinds({name: value}, [])
+
+
 # --- groups -----------------------------------------------------------------------------------------------------------
 
 

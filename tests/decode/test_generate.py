@@ -1,9 +1,11 @@
 """Texts in, texts out: `generate`, `stream` and `translate` of models with a tokenizer, and the engine they make."""
 
+import copy
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,12 +13,12 @@ import regard
 from regard.checkpoint.hf import Origin
 from regard.decode import generate as module
 from regard.decode.engine import Engine
-from regard.decode.generate import Job, engine_for, tokenizer_of, translating
+from regard.decode.generate import Job, Unanswered, engine_for, tokenizer_of, translating
 from regard.decode.settings import Result
 from regard.errors import UsageError
 from regard.fast.cpu import prepare
 from tests.decode.tiny import full, model
-from tests.laws.mechanisms import stir
+from tests.laws.mechanisms import VOCAB, stir
 from tests.text import tiny
 
 SMALL: dict[str, Any] = {"layers": 1, "dim": 16, "heads": 2, "ffn_dim": 24, "dropout": 0.0}
@@ -94,6 +96,59 @@ def test_what_a_tokenizer_cannot_read_is_named() -> None:
         regard.generate(model("gqa_rope"), [1, 2], stop="x", max_new_tokens=1)
 
 
+FORMS: dict[str, tuple[Any, list[list[int]]]] = {
+    "ids": ([1, 2], [[1, 2]]),
+    "ids of numpy": ([np.int64(1), np.int64(2)], [[1, 2]]),
+    "many": ([[1, 2], [3]], [[1, 2], [3]]),
+    "a tuple": (((1, 2), (3,)), [[1, 2], [3]]),
+    "a tensor": (torch.tensor([1, 2]), [[1, 2]]),
+    "rows of a tensor": (torch.tensor([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+    "tensors": ([torch.tensor([1, 2]), torch.tensor([3])], [[1, 2], [3]]),
+    "an array": (np.array([1, 2]), [[1, 2]]),
+    "rows of an array": (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+    "arrays": ([np.array([1, 2]), np.array([3])], [[1, 2], [3]]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_prompts_of_every_form_are_their_ids(form: str) -> None:
+    given, want = FORMS[form]
+    job = Job(model("gqa_rope"), (), {})
+    found = job.requests(given)
+    assert [r.ids for r in found] == want and [r.key for r in found] == list(range(len(want)))
+    assert all(type(i) is int for r in found for i in r.ids)
+
+
+@pytest.mark.parametrize(
+    "bad", [5, None, 1.5, {1, 2}, [1.5], [[1.5]], [True], [[1, "a"]], [[None]], object()]
+)
+def test_prompts_that_are_none_are_refused(bad: Any) -> None:
+    with pytest.raises(UsageError, match="a prompt is text or a list of whole numbers"):
+        Job(model("gqa_rope"), (), {}).requests(bad)
+
+
+def test_no_prompt_and_no_source_are_refused() -> None:
+    for name, bad, why in (
+        ("gqa_rope", [], "no prompt given"),
+        ("pair", [[]], "the source is empty"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            Job(model(name), (), {}).requests(bad)
+
+
+def test_an_answer_that_fails_is_no_mistake_of_the_caller() -> None:
+    """A command ends with 1 for it, not with 2; of many a warning counts them."""
+    three = np.arange(VOCAB) == 3
+    nothing: Any = {"max_new_tokens": 4, "banned": (3,), "mask": lambda sample, ids: three}
+    with pytest.raises(
+        Unanswered, match="could not be answered: its mask allows no token"
+    ) as raised:
+        list(regard.stream(model("gqa_rope"), [1, 2], **nothing))
+    assert raised.value.code == 1
+    with pytest.warns(RuntimeWarning, match="2 of 2 answers could not be completed: its mask"):
+        regard.generate(model("gqa_rope"), [[1, 2], [3]], **nothing)
+
+
 def test_a_stream_is_one_answer() -> None:
     for kind in ({"beams": 2}, {"samples": 2, "temperature": 1.0}):
         with pytest.raises(UsageError, match="a stream is one answer"):
@@ -125,6 +180,11 @@ def test_what_nobody_says_of_a_translation() -> None:
     given = {"beams": 2, "max_new_tokens": 3}
     assert translating(made, sources, given) == given
     assert "beams" not in translating(made, sources, {"temperature": 0.7})
+    # What the folder says wins, unless it is left out.
+    told, says = copy.copy(made), tiny.dump({"num_beams": 3, "max_length": 20})
+    told.origin = Origin("t5", files={**made.origin.files, "generation_config.json": says})
+    assert translating(told, sources, {}) == {}
+    assert translating(told, sources, {}, "plain") == {"beams": 4, "max_new_tokens": 24}
     # An answer's first token is that which begins every answer.
     bound = model("pair")
     for size, most in ((26, 62), (27, 63), (60, 63)):
@@ -157,22 +217,22 @@ def test_texts_lie_in_rows_unless_pages_are_asked_for(layout: str | None, beams:
 
 
 @pytest.mark.parametrize(
-    "name, sizes, rows, kind, page, pages, batch",
+    "name, sizes, rows, kind, page, pages, batch, alone",
     [
         # 17 tokens at most are 2 pages; and two more for each row.
-        ("gqa_rope", [3, 11, 12], None, {}, 16, 1 + 2 + 2 + 6, 3),
-        ("gqa_rope", [3, 11, 12], 2, {}, 16, 2 + 2 + 4, 2),
-        ("gqa_rope", [3, 11], None, {"samples": 2, "temperature": 1.0}, 16, 2 * (1 + 2) + 8, 4),
-        ("gqa_rope", [3, 11], 3, {"samples": 2, "temperature": 1.0}, 16, 2 * (1 + 2) + 6, 3),
+        ("gqa_rope", [3, 11, 12], None, {}, 16, 1 + 2 + 2 + 6, 3, 2),
+        ("gqa_rope", [3, 11, 12], 2, {}, 16, 2 + 2 + 4, 2, 2),
+        ("gqa_rope", [3, 11], None, {"samples": 2, "temperature": 1.0}, 16, 2 * (1 + 2) + 8, 4, 4),
+        ("gqa_rope", [3, 11], 3, {"samples": 2, "temperature": 1.0}, 16, 2 * (1 + 2) + 6, 3, 4),
         # Beams have pages of one token.
-        ("gqa_rope", [3, 11], None, {"beams": 2}, 1, 2 * (9 + 17) + 8, 4),
+        ("gqa_rope", [3, 11], None, {"beams": 2}, 1, 2 * (9 + 17) + 8, 4, 34),
         # An answer begins with one token; sources lie in pages too.
-        ("twin", [3, 20], None, {}, 16, 1 + 1 + 1 + 2 + 4, 2),
+        ("twin", [3, 20], None, {}, 16, 1 + 1 + 1 + 2 + 4, 2, 3),
     ],
 )
 def test_pages_are_enough_for_all_that_run_together(
     name: str, sizes: list[int], rows: int | None, kind: Any, page: int, pages: int, batch: int,
-    monkeypatch: pytest.MonkeyPatch
+    alone: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """So that nobody is put back; and where memory holds no more, for the largest alone, and all say the same."""
     how = {"max_new_tokens": 6, "eos": (), **kind}
@@ -188,10 +248,45 @@ def test_pages_are_enough_for_all_that_run_together(
         ]
     monkeypatch.setattr(module, "TOTAL", 1)
     least = made_for(name, sizes, rows, "paged", **how)
-    assert least.pool is not None and len(least.pool.users) < pages
+    assert least.pool is not None and len(least.pool.users) == alone
     found = regard.generate(model(name), prompts, layout="paged", **more)
     assert [r.ids for r in found] == [r.ids for r in want]
     full(least.pool)
+
+
+def test_the_longest_are_served_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, real = list[int](), Engine.submit
+
+    def submit(self: Engine, request: Any) -> int:
+        sizes.append(len(request.ids if request.source is None else request.source))
+        return real(self, request)
+
+    monkeypatch.setattr(Engine, "submit", submit)
+    for name in ("gqa_rope", "pair"):
+        sizes.clear()
+        regard.generate(model(name), [[1] * n for n in (3, 9, 1, 5)], max_new_tokens=1)
+        assert sizes == [9, 5, 3, 1]
+
+
+@pytest.mark.parametrize("rows, want", [(None, 128), (3, 3)])
+def test_translations_are_twice_as_many_at_a_time(
+    rows: int | None, want: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, found = texts("pair"), list[Any]()
+    real = module.engine_for
+
+    def noted(model: Any, requests: Any, rows: Any, *rest: Any) -> Engine:
+        found.append(rows)
+        return real(model, requests, rows, *rest)
+
+    monkeypatch.setattr(module, "engine_for", noted)
+    regard.translate(made, ["The dog"], rows=rows, max_new_tokens=1)
+    assert found == [want]
+
+
+def test_memory_is_counted_in_bytes() -> None:
+    """Not in pages: half a GiB is what no machine that runs this has less than."""
+    assert module.TOTAL > 2**29
 
 
 def test_prompts_are_served_so_many_at_a_time() -> None:
