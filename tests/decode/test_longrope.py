@@ -14,6 +14,7 @@ from regard.decode.settings import Request, Settings
 from regard.fast.cpu import prepare
 from regard.position import LongRope, Rope
 from tests.decode.tiny import full, run
+from tests.wide import crossed
 
 BORDER, NEW = 24, 12
 SHORT, LONG = (1.0, 1.3, 1.6, 2.0), (2.0, 5.0, 9.0, 12.0)
@@ -51,8 +52,7 @@ def plain(model: Any, ids: list[int], new: int = NEW) -> list[int]:
     return text[len(ids) :]
 
 
-@pytest.mark.parametrize("chunk", [7, 512])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way, chunk", crossed(WAYS, [7, 512]))
 def test_texts_grow_past_the_border(way: str, chunk: int) -> None:
     """In company, in chunks, and when they were put back: as if every token were chosen by the whole text."""
     model = made()

@@ -21,6 +21,7 @@ from tests.decode.tiny import (
     run,
     tokens_of,
 )
+from tests.wide import crossed
 
 ENDS = (3, 5)
 REPETITIVE = [4, 9, 2, 11, 4, 9, 2, 11, 4, 9, 2]
@@ -41,9 +42,10 @@ def plain(name: str, layout: str) -> list[list[list[int]]]:
     return answers(name, asked, layout=layout)
 
 
-@pytest.mark.parametrize("lookup", [1, 3, 8])
-@pytest.mark.parametrize("layout", ["contiguous", "paged"])
-@pytest.mark.parametrize("name", [*DECODERS, "pair", "captioner"])
+@pytest.mark.parametrize(
+    "name, layout, lookup",
+    crossed([*DECODERS, "pair", "captioner"], ["contiguous", "paged"], [1, 3, 8]),
+)
 def test_lookup_changes_no_token(name: str, layout: str, lookup: int) -> None:
     """Greedy or drawn, with neighbours that do not speculate."""
     quick = [
