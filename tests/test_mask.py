@@ -196,3 +196,23 @@ def test_documents_side_by_side_are_told_by_where_they_begin() -> None:
     for mask in (Causal(), Causal() & Documents(doc) & Window(2), Documents(doc.flip(1))):
         assert Visible(mask, six, six).packed is None
     assert Visible(Causal() & Documents(doc), Span.run(3, 3), six).packed is None
+
+
+def test_places_are_counted_from_the_beginning_of_each_document() -> None:
+    """Of the first too, be it one token long; padding has none."""
+    doc = torch.tensor([[0, 1, 1, 1, 2], [0, 0, 0, 1, 1]])
+    span = Span.ragged(torch.tensor([5, 4]), 5)
+    assert span.within(Causal()) is span and span.within(None) is span
+    placed = span.within(Causal() & Documents(doc))
+    assert placed.index is span.index
+    assert placed.absolute.tolist() == [[0, 0, 1, 2, 0], [0, 1, 2, 0, -1]]
+    later = Span(torch.tensor([[2, 3], [2, -1]])).within(Documents(doc))
+    assert later.absolute.tolist() == [[1, 2], [2, -1]] and later.size == 2
+
+
+def test_rules_say_how_many_rows_they_tell_apart() -> None:
+    doc = torch.zeros(3, 5, dtype=torch.long)
+    for rule in (Full(), Causal(), Window(2), Causal() & Window(2)):
+        assert rule.rows == 1
+    for rule in (Documents(doc), Causal() & Documents(doc), Prefix(torch.tensor([1, 2, 3]))):
+        assert rule.rows == 3

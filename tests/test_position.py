@@ -227,6 +227,21 @@ def test_longrope_refuses_a_text_that_grows_past_its_border_in_a_cache() -> None
         rope.angles(torch.tensor([[4]]), 8, torch.float32)
 
 
+def test_longrope_turns_a_part_by_the_length_of_its_text() -> None:
+    """The context of the training is 5 tokens; a text of as many is short, whichever of it are read."""
+    pos, reach = (
+        torch.tensor([[0, 1], [3, 4], [0, 1], [3, 4], [5, 6]]),
+        torch.tensor([5, 5, 6, 6, 7]),
+    )
+    found = LONG.divisors(pos, torch.float32, reach)[:, :, 0]
+    for row, want in enumerate((LONG.short, LONG.short, LONG.long, LONG.long, LONG.long)):
+        assert torch.equal(found[row], torch.tensor([want, want]))
+    # A length that is less than what is read decides nothing.
+    assert torch.equal(
+        LONG.divisors(pos[4:], torch.float32, torch.tensor([1]))[0, 0, 0], torch.tensor(LONG.long)
+    )
+
+
 @pytest.mark.parametrize("name", SCALINGS)
 def test_rope_scaling_by_one_changes_nothing(name: str) -> None:
     from dataclasses import replace

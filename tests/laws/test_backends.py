@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
-from regard.attention import BACKENDS, attend
+from regard.attention import BACKENDS, attend, core
 from regard.attention.core import Terms, online, reference, softmax
 from regard.attention.scores import Additive
 from regard.errors import UsageError
@@ -205,6 +205,16 @@ def test_sinks_stand_beside_any_score(backend: str, grouped: bool, softcap: floa
 
 
 @torch.no_grad()
+def test_flex_is_compiled_without_its_variant_for_short_queries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That has no float32 form for grouped heads. On the CPU nothing is compiled."""
+    monkeypatch.setattr(torch, "compile", lambda kernel: kernel)
+    compiled, plain = (core._flex_kernel.__wrapped__(flag) for flag in (True, False))
+    assert plain is compiled.func is flex_attention.flex_attention
+    assert compiled.keywords == {"kernel_options": {"FORCE_USE_FLEX_ATTENTION": True}}
+
+
 def test_flex_makes_a_block_mask_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     made, plain = [], flex_attention.create_block_mask
 
