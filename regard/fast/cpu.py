@@ -33,12 +33,13 @@ from regard.block import Block, Stack, _at
 from regard.cache import Contiguous, Paged
 from regard.cache.base import Layer
 from regard.errors import UsageError, notice
+from regard.fast.inputs import read_by
 from regard.fast.specialise import Row, Specialise, direct, share
 from regard.kernels.c import native
 from regard.kernels.c.linear import ACTIVATIONS, NativeLinear, usable
 from regard.kernels.c.rows import attend_one, choose, enter, norm
 from regard.kernels.c.tape import Tape
-from regard.kernels.linear import PRECISIONS, half_is_fast, pack, possible
+from regard.kernels.linear import PRECISIONS, feedback, half_is_fast, pack, possible
 from regard.layers import FeedForward, LMHead, RMSNorm, times
 from regard.mask import Causal, Span, Visible
 from regard.models import Model
@@ -58,7 +59,8 @@ def prepare(model: Model, precision: str = "fp32", *, consume: bool = False) -> 
     fp32 is the same up to rounding. bf16 holds everything in bf16, the cache too; a CPU that does not multiply it is
     given fp32, with a notice. int8 and int4 hold linear layers in 8 or 4 bits and the rest in bf16 (in float32 on a CPU
     without bf16), experts of a mixture and MLA's up-projection among it; the head of int4 is int8, no slower and much
-    better. Recurrent cells keep their dtype; what is linear around them is packed. Logits are float32.
+    better. Weights are rounded to int8 so that it matters least for what the layers read: the model reads 128 random
+    tokens first. Recurrent cells keep their dtype; what is linear around them is packed. Logits are float32.
 
     `consume` gives up the weights of `model` as they are packed, so that never both are in memory: it is of no use
     afterwards. Weights that need no change are shared with `model`. A tied head becomes a packed copy of its own, vocab
@@ -86,7 +88,8 @@ def prepare(model: Model, precision: str = "fp32", *, consume: bool = False) -> 
     held = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     linears = [id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)]
     spent = {w for w in linears if held[w] == 1} if consume else set()
-    maker = (Join if why else Native)(precision, dtype, spent)
+    inputs = read_by(model) if precision in ("int8", "int4") and model.towers else {}
+    maker = (Join if why else Native)(precision, dtype, spent, inputs)
     parts = {}
     if isinstance(model.head, LMHead):
         words = model.get_submodule("target" if model.reads_source else "embedding")
@@ -179,10 +182,13 @@ def _prepared(cls: Any) -> Any:
 class Join(Specialise):
     """Parts on shared or packed weights, products that share their input joined into one."""
 
-    def __init__(self, precision: str, dtype: torch.dtype | None, spent: set[int]):
-        """`spent`: parameters (their ids) that may be given up when they have been packed."""
+    def __init__(
+        self, precision: str, dtype: torch.dtype | None, spent: set[int], inputs: Mapping[int, Tensor]
+    ):  # fmt: skip
+        """`spent`: parameters (their ids) that may be given up when they have been packed; `inputs`: what `read_by`
+        found."""
         super().__init__()
-        self.precision, self.dtype, self.spent = precision, dtype, spent
+        self.precision, self.dtype, self.spent, self.inputs = precision, dtype, spent, inputs
         self.cast: dict[int, nn.Parameter] = {}  # a weight used twice stays one
 
     def kind(self, kind: Any) -> Any:
@@ -217,9 +223,13 @@ class Join(Specialise):
 
     def product(self, *linears: nn.Linear, out: torch.dtype | None = None) -> nn.Module:
         """One layer that gives the outputs of all `linears` after each other."""
-        made = pack(*stacked(linears), self.precision, out)
+        made = pack(*stacked(linears), self.precision, out, self.back(linears[0]))
         self.give_up(linears)
         return made
+
+    def back(self, module: nn.Module) -> Tensor | None:
+        found = self.inputs.get(id(module))
+        return None if found is None else feedback(found)
 
     def give_up(self, linears: Sequence[nn.Linear]) -> None:
         gone = [linear for linear in linears if id(linear.weight) in self.spent]
@@ -269,7 +279,7 @@ class Join(Specialise):
         if precision != "int8":
             weight = self.parameter(weight)
         new = self.copy(module, PackedHead)
-        new.product = pack(weight, module.bias, precision, torch.float32)
+        new.product = pack(weight, module.bias, precision, torch.float32, self.back(module))
         new.weight = new.bias = None
         return new
 
@@ -375,7 +385,8 @@ class Native(Join):
 
     def linear(self, *linears: Any, act: str = "", gated: bool = False) -> nn.Module:
         weight, bias = stacked(linears)
-        made = NativeLinear(weight, bias, possible(self.precision, weight), act=act, gated=gated)
+        form: Any = {"act": act, "gated": gated, "back": self.back(linears[0])}
+        made = NativeLinear(weight, bias, possible(self.precision, weight), **form)
         self.give_up(linears)
         return made
 

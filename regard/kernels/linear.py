@@ -29,15 +29,18 @@ warnings.filterwarnings("ignore", message=".*failed, switching to (baddbmm|BLAS 
 
 
 def pack(
-    weight: Tensor, bias: Tensor | None, precision: str, out: torch.dtype | None = None
-) -> Layer:
-    """A layer for W (n k) and b (n), fast at any number of rows. The plain form does not copy a W that stays so."""
+    weight: Tensor, bias: Tensor | None, precision: str, out: torch.dtype | None = None, back: Tensor | None = None
+) -> Layer:  # fmt: skip
+    """A layer for W (n k) and b (n), fast at any number of rows. The plain form does not copy a W that stays so.
+    `back`: how int8 rounds (`feedback`); without it to the nearest."""
     assert precision in PRECISIONS, precision
     precision = possible(precision, weight)
     if weight.is_cpu and usable(precision):
-        return NativeLinear(weight, bias, precision, out=out)
-    if precision in ("int8", "int4"):
-        return (Int8 if precision == "int8" else Int4)(weight, bias, out)
+        return NativeLinear(weight, bias, precision, out=out, back=back)
+    if precision == "int8":
+        return Int8(weight, bias, out, back)
+    if precision == "int4":
+        return Int4(weight, bias, out)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     return Plain(weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype), out)
 
@@ -74,17 +77,36 @@ def turned(x: Tensor) -> Tensor:
     return x
 
 
+def feedback(moments: Tensor) -> Tensor:
+    """How W is best rounded to int8 where inputs have these second moments, sums of h h^T over turned inputs
+    (k/64 64 64): what rounding leaves out of a turned input i of W is taken from each later input j, result[i, j]
+    times, so that the error is least where inputs are large. (GPTQ's steps, within a tile.)"""
+    mean = moments.diagonal(dim1=1, dim2=2).mean(1, keepdim=True) + 1e-20
+    inverse = torch.linalg.inv((moments + torch.diag_embed(mean.expand(-1, TILE))).double())
+    u = torch.linalg.cholesky(inverse, upper=True)
+    u = u / u.diagonal(dim1=1, dim2=2)[..., None]
+    return u.triu(1).float().contiguous()
+
+
 class Int8(Layer):
     """W and x in int8, turned, with a scale for each 64 inputs: y = sum over tiles of (q_x . q_w) s_x s_w / 64. Scales
     of W are bf16, rounded up."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, out: torch.dtype | None = None):
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, out: torch.dtype | None = None, back: Tensor | None = None
+    ):  # fmt: skip
         super().__init__()
         h = turned(weight.detach().float())
         scale = (h.abs().amax(-1, keepdim=True) * (1 / 127)).clamp(min=1e-30)
         wide = scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
         self.scale = wide.bfloat16()  # n k/64 1
-        self.q = (h * (1 / wide)).round_().to(torch.int8)
+        q = torch.empty_like(h, dtype=torch.int8)
+        for i in range(TILE):
+            q[..., i] = (h[..., i] * (1 / wide[..., 0])).round_().clamp_(-127, 127)
+            if back is not None:
+                off = h[..., i : i + 1] - q[..., i : i + 1] * wide
+                h[..., i + 1 :] -= off * back[:, i, i + 1 :]
+        self.q = q
         self.out, self.bias = out, None if bias is None else bias.detach().float()
 
     def rounded(self, x: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ from regard.decode.graphs import why_plain
 from regard.errors import UsageError
 from regard.fast.cpu import prepare
 from regard.fast.watch import Form, watch
-from regard.models import Model, Patches
+from regard.models import Model
 from regard.models.base import border
-from regard.models.embedding import Tokens, context
+from regard.models.inputs import random_inputs
 from regard.parity.graph import GraphRun
 from regard.parity.trace import PAGE, Cells, Given, Recorder, Trace, trace_of
 
@@ -109,24 +109,12 @@ def sample(model: Model, *, rows: int = 3, tokens: int = 16, seed: int = 0) -> G
         raise UsageError(f"rows={rows}: to compare a batch with single rows takes at least 2")
     if tokens < LEAST:
         raise UsageError(f"tokens={tokens}: parity needs at least {LEAST} tokens a row")
-    draw, c = torch.Generator().manual_seed(seed), model.config
-
-    def read(part: Tokens | Patches | None, vocab: int, size: int) -> Tensor:
-        if isinstance(part, Patches):
-            return torch.randn(rows, part.channels, part.size, part.size, generator=draw)
-        most = None if part is None else context(c.max_len, part)
-        size = size if most is None else min(size, most)
-        if size < LEAST:
+    ids, source = random_inputs(model, rows, tokens, seed)
+    for each in (ids, source):
+        if each is not None and each.dim() == 2 and each.shape[1] < LEAST:
+            size = each.shape[1]
             raise UsageError(f"the model's context is {size}; parity needs {LEAST} tokens a row")
-        return torch.randint(vocab if part is None else part.vocab, (rows, size), generator=draw)
-
-    # Recurrent models have the sizes of their vocabularies instead of embeddings.
-    vocab = getattr(c, "vocab", 0)
-    if not model.reads_source:
-        return Given(read(getattr(c, "embedding", None), vocab, tokens))
-    words = getattr(c, "source_vocab", 0)
-    source = read(getattr(c, "source", None), words, max(tokens - 3, LEAST))
-    return Given(read(getattr(c, "target", None), vocab, tokens), source)
+    return Given(ids, source)
 
 
 class Runner:

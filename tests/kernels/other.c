@@ -22,7 +22,7 @@ int main(int count, char **given) {
             uint8_t *q = get(file, n * k);
             linear_pack_fours(&l, q, get(file, n * (k / GROUP) * 4), 0, n);
         } else {
-            linear_pack(&l, w, 0, n);
+            linear_pack(&l, w, 0, 0, n);
         }
         double off = 0, all = 0;
         if (linear(&l, x, m, 0, y) || linear(&l, x, 1, 0, alone)) return 4;

@@ -292,8 +292,9 @@ INLINE ints whole(vec x) {
 
 static const float UNIT = 1.f / 127; /* of the largest number: a step of int8 */
 
-/* Output j of a pair of tiles in int8: its scale is rounded up, so that no number is above 127 of them. */
-static void pack_bytes(const float *x, char *pair, int64_t j) {
+/* Output j of a pair of tiles in int8: its scale is rounded up, so that no number is above 127 of them. What rounding
+   input i leaves out is taken from those after it, back[64 i + ..] times. */
+static void pack_bytes(const float *x, const float *back, char *pair, int64_t j) {
     vec h[64 / LANES];
     turn(x, h);
     uint32_t top = top_of(h), wide;
@@ -305,17 +306,18 @@ static void pack_bytes(const float *x, char *pair, int64_t j) {
     wide = (wide + 0xffff) & 0xffff0000u;
     memcpy(&scale, &wide, 4);
     ((uint16_t *)(pair + 2048))[j] = (uint16_t)(wide >> 16);
-    for (int v = 0; v < 64 / LANES; v++) {
-        ints q = whole(h[v] * (1.f / scale));
-        for (int i = 0; i < LANES; i++) {
-            int at = v * LANES + i;
-            pair[j / 16 * 1024 + at / 4 * 64 + j % 16 * 4 + at % 4] = (char)(q[i] + FLIP);
-        }
+    for (int i = 0; i < 64; i++) {
+        float left = h[i / LANES][i % LANES], q = __builtin_rintf(left * (1.f / scale));
+        q = q > 127 ? 127 : q < -127 ? -127 : q;
+        pair[j / 16 * 1024 + i / 4 * 64 + j % 16 * 4 + i % 4] = (char)((int)q + FLIP);
+        vec off = splat(left - q * scale);
+        for (int v = i / LANES; back && v < 64 / LANES; v++) h[v] -= off * load(back + 64 * i + v * LANES);
     }
 }
 
-/* Rows first.. of W, `count` of them, a multiple of 32 but for the last; all at once where gated. */
-void linear_pack(const Linear *l, const float *w, int64_t first, int64_t count) {
+/* Rows first.. of W, `count` of them, a multiple of 32 but for the last; all at once where gated. `back` is of int8 and
+   may be NULL: 64 x 64 numbers for each tile. */
+void linear_pack(const Linear *l, const float *w, const float *back, int64_t first, int64_t count) {
     int64_t many = tiles_of(l->k, l->kind), deep = depth(l->kind), each = deep / 16;
 #pragma omp parallel for
     for (int64_t s = first / 32; s < first / 32 + stripes(count, l->gated); s++)
@@ -325,7 +327,7 @@ void linear_pack(const Linear *l, const float *w, int64_t first, int64_t count) 
                 char *to = l->tiles + (s * many + t) * pair(l->kind), *tile = to + j / 16 * 1024 + j % 16 * 4;
                 float x[64] = {0};
                 if (row >= 0) memcpy(x, w + (row - first) * l->k + t * deep, (size_t)left * 4);
-                if (l->kind == INT8) pack_bytes(x, to, j);
+                if (l->kind == INT8) pack_bytes(x, back ? back + t * 4096 : 0, to, j);
                 for (int64_t i = 0; l->kind != INT8 && i < deep; i++) {
                     char *at = tile + i / each * 64;
                     if (l->kind == FP32)

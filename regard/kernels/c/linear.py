@@ -71,7 +71,7 @@ def _calls() -> Any:
     assert found is not None
     whole = ctypes.c_int64
     found.linear_bytes.argtypes, found.linear_bytes.restype = [whole] * 4, whole
-    found.linear_pack.argtypes, found.linear_pack.restype = [ctypes.c_char_p, *[whole] * 3], None
+    found.linear_pack.argtypes, found.linear_pack.restype = [ctypes.c_char_p, *[whole] * 4], None
     found.linear_pack_fours.argtypes = [ctypes.c_char_p, *[whole] * 4]
     found.linear_pack_fours.restype = None
     found.linear_room.argtypes, found.linear_room.restype = [whole, whole], None
@@ -114,11 +114,12 @@ class Layer(nn.Module):
 
 
 class NativeLinear(Layer):
-    """`plain` for a weight (n k) and bias (n), packed; y is `out`, or of the dtype of x."""
+    """`plain` for a weight (n k) and bias (n), packed; y is `out`, or of the dtype of x. `back` is what `feedback` in
+    regard/kernels/linear.py gives for int8."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, precision: str, *, act: str = "", gated: bool = False,
-        out: torch.dtype | None = torch.float32
+        out: torch.dtype | None = torch.float32, back: Tensor | None = None
     ):  # fmt: skip
         super().__init__()
         n, self.k = weight.shape
@@ -130,12 +131,12 @@ class NativeLinear(Layer):
         pointers = (0 if x is None else x.data_ptr() for x in (self.weight, self.bias))
         act_number = list(ACTIVATIONS).index(act)
         self.fixed = FIXED.pack(kind, n, self.k, gated, act_number, *pointers)
-        self.pack(weight.detach())
+        self.pack(weight.detach(), back)
         self.call = calls.linear
 
-    def pack(self, weight: Tensor) -> None:
+    def pack(self, weight: Tensor, back: Tensor | None) -> None:
         """Part by part: W in float32 may be as large as all the rest."""
-        each = len(weight) if self.gated else PART
+        each, more = len(weight) if self.gated else PART, 0 if back is None else back.data_ptr()
         for first in range(0, len(weight), each):
             part = weight[first : first + each].float().contiguous()
             if self.precision == "int4":
@@ -143,7 +144,7 @@ class NativeLinear(Layer):
                 where = (q.data_ptr(), scales.data_ptr())
                 _calls().linear_pack_fours(self.fixed, *where, first, len(part))
             else:
-                _calls().linear_pack(self.fixed, part.data_ptr(), first, len(part))
+                _calls().linear_pack(self.fixed, part.data_ptr(), more, first, len(part))
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         out, x = self.out or x.dtype, _readable(x)
