@@ -8,6 +8,9 @@ In a trained model a few directions of the inputs are much larger than the other
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -22,7 +25,8 @@ from regard.models import Model
 from regard.models.adapt import Int4Linear, LowRank
 from regard.models.inputs import random_inputs
 
-TOKENS = 128  # more tell no more
+ROWS, TOKENS = 4, 32  # more tell no more
+PAGEOUT = 21  # Linux's MADV_PAGEOUT
 
 
 @torch.inference_mode()
@@ -30,7 +34,7 @@ def read_by(model: Model) -> dict[int, Tensor]:
     maker = Reading()
     copy: Any = maker.copy(model).eval()
     device = next(model.parameters()).device
-    ids, source = random_inputs(model, 1, TOKENS)
+    ids, source = random_inputs(model, ROWS, TOKENS)
     given = {} if source is None else {"source": source.to(device)}
     hidden = copy.hidden(ids.to(device), **given)
     if isinstance(model.head, LMHead):
@@ -74,6 +78,20 @@ class Noting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.maker.note(self.key, x)
         if not isinstance(self, nn.Linear) or is_fast(self.weight.dtype):
-            return super().forward(x)
-        bias = None if self.bias is None else self.bias.float()
-        return F.linear(x.float(), self.weight.float(), bias).to(x.dtype)
+            y = super().forward(x)
+        else:
+            bias = None if self.bias is None else self.bias.float()
+            y = F.linear(x.float(), self.weight.float(), bias).to(x.dtype)
+        if getattr(self.weight, "mapped", False):
+            leave(self.weight)
+        return y
+
+
+def leave(weight: Tensor) -> None:
+    """The pages of a file that a weight lies in are not held in memory for it: they are read again when they are
+    packed. Where the system does not do that, they stay."""
+    size = os.sysconf("SC_PAGESIZE")
+    first = -(-weight.data_ptr() // size) * size
+    length = (weight.data_ptr() + weight.nbytes) // size * size - first
+    if sys.platform == "linux" and length > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), PAGEOUT)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from regard.fast.inputs import read_by
+from regard.fast.inputs import ROWS, TOKENS, read_by
 from regard.kernels.linear import turned
 from regard.models.adapt import LoRA, LowRank, inject
 from regard.models.inputs import random_inputs
@@ -24,7 +24,7 @@ def test_inputs_of_every_layer_are_found(name: str) -> None:
     layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
     hooks = [layer.register_forward_pre_hook(note) for layer in layers]
     with torch.no_grad():
-        model(random_inputs(model, 1, 128)[0])
+        model(random_inputs(model, ROWS, TOKENS)[0])
     for hook in hooks:
         hook.remove()
     found = read_by(model)
@@ -33,7 +33,9 @@ def test_inputs_of_every_layer_are_found(name: str) -> None:
         torch.testing.assert_close(found[key], moments, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["vaswani-base", "t5-small", "bart-base", "vit-small", "bert-base"])
+@pytest.mark.parametrize(
+    "name", ["vaswani-base", "t5-small", "bart-base", "vit-small", "bert-base"]
+)
 def test_encoders_decoders_and_images_are_read_too(name: str) -> None:
     model = tiny(name).eval()
     state = torch.get_rng_state()
