@@ -119,7 +119,8 @@ def online(
         d = d * shrink + p.sum(-1, keepdim=True)
         o = o * shrink + p @ v[:, :, part].to(p.dtype)
         m = new
-    return (o / d.masked_fill(d == 0, 1.0)).to(v.dtype)
+    # Where something is seen, the maximum alone makes d at least 1.
+    return (o / d.clamp(min=1.0)).to(v.dtype)
 
 
 # --- torch's fused kernels ----------------------------------------------------------------------------------------

@@ -123,7 +123,8 @@ class Step(NamedTuple):
 
 
 def _exp(x: float, m: float) -> float:
-    """exp(x - m), where exp(-inf - -inf) counts as 0: so far nothing was seen."""
+    """exp(x - m), where exp(-inf - -inf) counts as 0: so far nothing was seen. The maximum itself counts 1: a sum of
+    these is 0, or at least 1."""
     return 0.0 if x == -INF else math.exp(x - m)
 
 
@@ -135,7 +136,7 @@ def three_loops(x: Tensor) -> tuple[Tensor, list[Step]]:
     for x_i in x.tolist():
         d += _exp(x_i, m)
         trace.append(Step(m, d))
-    return x.new_tensor([_exp(x_i, m) / (d or 1.0) for x_i in x.tolist()]), trace
+    return x.new_tensor([_exp(x_i, m) / max(d, 1.0) for x_i in x.tolist()]), trace
 
 
 def two_loops(x: Tensor) -> tuple[Tensor, list[Step]]:
@@ -147,7 +148,7 @@ def two_loops(x: Tensor) -> tuple[Tensor, list[Step]]:
         old, m = m, max(m, x_i)
         d = d * _exp(old, m) + _exp(x_i, m)
         trace.append(Step(m, d))
-    return x.new_tensor([_exp(x_i, m) / (d or 1.0) for x_i in x.tolist()]), trace
+    return x.new_tensor([_exp(x_i, m) / max(d, 1.0) for x_i in x.tolist()]), trace
 
 
 def one_loop(x: Tensor, v: Tensor, block: int = 1) -> tuple[Tensor, list[Step]]:
@@ -160,7 +161,7 @@ def one_loop(x: Tensor, v: Tensor, block: int = 1) -> tuple[Tensor, list[Step]]:
         old, m = m, max(m, *part)
         kept, p = d * _exp(old, m), [_exp(x_i, m) for x_i in part]
         d = kept + sum(p)
-        o = (o * kept + v.new_tensor(p) @ values) / (d or 1.0)
+        o = (o * kept + v.new_tensor(p) @ values) / max(d, 1.0)
         trace.append(Step(m, d, o))
     return o, trace
 

@@ -194,11 +194,10 @@ def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def hadamard(x: Tensor) -> Tensor:
     """x H / sqrt(D), H the Hadamard matrix of size D = 2^n, by n butterflies. Orthogonal: dot products stay."""
-    d, size = x.shape[-1], 1
-    y = x.reshape(-1, d)
+    y, d, size = x, x.shape[-1], 1
     while size < d:
-        a, b = y.view(-1, d // (2 * size), 2, size).unbind(2)
-        y = torch.stack([a + b, a - b], 2).reshape(-1, d)
+        a, b = y.reshape(-1, 2, size).unbind(1)
+        y = torch.stack([a + b, a - b], 1)
         size *= 2
     return (y / math.sqrt(d)).view_as(x)
 

@@ -171,7 +171,7 @@ class Muon(torch.optim.Optimizer):
     torch.optim.Muon is the same, of single matrices alone."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float):
-        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
+        super().__init__(groups, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]

@@ -127,6 +127,12 @@ def test_combine_multi_hot_is_the_mean_of_what_it_may_choose(seen, expected):
     assert_close(combine(memory, torch.zeros(2), "multi_hot", visible), torch.tensor(expected))
 
 
+@pytest.mark.parametrize("how, expected", [("one_hot", 7.0), ("multi_hot", 7.5)])
+def test_combine_chooses_the_earlier_of_equal_scores(how, expected):
+    memory, scores = torch.arange(100.0)[:, None], (torch.arange(100) >= 7).float()
+    assert combine(memory, scores, how).item() == expected
+
+
 @pytest.mark.parametrize("how", SELECTIONS)
 def test_combine_of_one_state_is_that_state(how):
     memory = torch.randn(2, 1, 3)

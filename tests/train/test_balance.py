@@ -103,6 +103,21 @@ def test_padding_has_no_part_in_the_balance() -> None:
     torch.testing.assert_close(*found)
 
 
+def test_balance_of_packed_documents_is_that_of_the_same_in_rows() -> None:
+    model = mixture().train()
+    ids, end = torch.randint(23, (1, 6)), torch.tensor([[5, 5, 5]])
+    doc = torch.tensor([[0, 0, 0, 0, 1, 1, -1, -1, -1]])
+    packed = torch.cat([ids, end], 1)
+    rows = torch.cat([ids[:, :4], torch.cat([ids[:, 4:], end[:, :2]], 1)])
+    lengths = torch.tensor([4, 2])
+    seen = torch.arange(4) < lengths[:, None]
+    batches = (
+        Batch(packed, packed.masked_fill(doc < 0, IGNORE), doc=doc),
+        Batch(rows, rows.masked_fill(~seen, IGNORE), lengths),
+    )
+    torch.testing.assert_close(*(balanced(causal, model, 9.0)(model, batch) for batch in batches))
+
+
 def test_balance_loss_is_no_part_of_an_evaluation() -> None:
     model, batch = mixture().eval(), toy.Toy().batch(0)
     with torch.no_grad():

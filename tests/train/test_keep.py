@@ -47,6 +47,7 @@ def test_room_is_asked_for_by_what_is_saved(
 
     free(monkeypatch, need)
     small = Checkpoints(tmp_path, save, size=lambda m: 100)
+    small.check(1, made, {})
     assert not fault(small.write(1, made, {}, STATE))
     free(monkeypatch, need - 1)
     with pytest.raises(UsageError, match="step-00000002 needs 1 MB, but .* step-00000001 is as it"):
@@ -54,6 +55,19 @@ def test_room_is_asked_for_by_what_is_saved(
     free(monkeypatch, need)
     with pytest.raises(UsageError, match="make room"):
         Checkpoints(tmp_path, save).check(3, made, {"x": torch.zeros(9)})
+
+
+def test_checkpoint_that_cannot_be_removed_stops_nobody(tmp_path: Path) -> None:
+    """One that was moved to another disk, say, with a link in its place."""
+    checkpoints = Checkpoints(tmp_path / "run", lambda m, path: m.save(path), keep=1)
+    for step in (1, 2, 3):
+        path = checkpoints.write(step, model(), {}, STATE)
+        if step == 1:
+            path.rename(tmp_path / "elsewhere")
+            path.symlink_to(tmp_path / "elsewhere")
+        checkpoints.note(step, STATE)
+    assert [path.name for path in checkpoints.steps()] == ["step-00000001", "step-00000003"]
+    assert not fault(checkpoints.path(1)) and not fault(checkpoints.path(3))
 
 
 def test_before_is_called_when_all_is_written_and_nothing_counts_yet(tmp_path: Path) -> None:

@@ -54,6 +54,10 @@ def test_schedule_is_as_long_as_the_training_unless_it_says_a_length() -> None:
         Train(steps=3, schedule=Schedule(warmup=4))
     with pytest.raises(UsageError, match="the linear schedule needs its length: give steps"):
         Schedule("linear")(1)
+    rising = Schedule("cosine", warmup=4)
+    assert [rising(step) for step in (1, 2, 3)] == [0.25, 0.5, 0.75]
+    with pytest.raises(UsageError, match="the cosine schedule needs its length: give steps"):
+        rising(4)
 
 
 def test_schedule_noam_is_the_formula_of_2017_over_its_peak() -> None:
