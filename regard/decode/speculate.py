@@ -84,15 +84,16 @@ class Draft:
         self._tell(self.cache, texts)
         said = [self.model.next_logits(ids, lengths, cache=self.cache).argmax(-1)]
         rooms = torch.tensor(room, device=device)
-        # A state takes one call back, and guessing takes several: a fork of it is led astray.
-        astray = most > 1 and any(spec.state for spec in self.cache.specs)
-        cache = self.cache.fork(torch.arange(len(room), device=device)) if astray else self.cache
+        cache, states = self.cache, any(spec.state for spec in self.cache.specs)
         for n in range(1, most):
+            # A state takes one call back, and guessing takes several: a fork of it is led astray.
+            if states and cache is self.cache:
+                cache = self.cache.fork(torch.arange(len(room), device=device))
             more = (rooms > n).long()
             self._tell(cache, texts)
             logits = self.model.next_logits(said[-1][:, None], more, cache=cache)
             said.append(logits.argmax(-1))
-        if not astray:
+        if cache is self.cache:
             self.cache.rewind((rooms - 1).clamp(min=0))
         guesses = torch.stack(said, 1).tolist()
         return [g[:n] for g, n in zip(guesses, room, strict=True)]

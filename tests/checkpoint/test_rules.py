@@ -174,6 +174,20 @@ def test_windows_by_layer(group: Group, theirs: Any, windows: list[Any]) -> None
     assert again == ours
 
 
+@pytest.mark.parametrize("kinds, written", [(PATTERN * 2, False), (PATTERN[::-1] * 2, True)])
+def test_kinds_of_layers_are_listed_where_nothing_says_them(
+    kinds: list[str], written: bool
+) -> None:
+    every = rules.by_layer(
+        "attention", "layer_types", ("full_attention", "sliding_attention"),
+        lambda hf, i: i % 2 > 0, lambda attention: attention["window"] is not None,
+    )  # fmt: skip
+    ours, said = tower("attention", dict(FULL), dict(SLIDING)), {}
+    every.reader({"layer_types": kinds}, ours)
+    every.writer(ours, said)
+    assert said == ({"layer_types": kinds} if written else {})
+
+
 def test_layers_that_slide_without_a_window_are_refused() -> None:
     ours = tower("attention", dict(FULL), dict(SLIDING))
     with pytest.raises(UsageError, match="layer_types slides, but sliding_window or on is off"):

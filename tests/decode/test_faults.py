@@ -241,6 +241,8 @@ def test_spoilt_logits_end_that_request_alone(kind: str, value: float) -> None:
     assert [[r.ids for r in found[i]] for i in (0, 2)] == [expect[0], expect[2]]
     assert {r.finish for r in found[1]} == {"error"}
     assert all("not a number" in r.error for r in found[1])
+    if KINDS[kind].beams > 1:
+        assert {(*r.ids, r.score) for r in found[1]} == {(0.0,)}
     full(engine.pool)
 
 

@@ -367,6 +367,11 @@ def test_states_are_inside_the_memory() -> None:
         Engine(model, runner="graph", rows=64, memory=2**18)
 
 
+def test_states_alone_have_two_pages_for_each_row() -> None:
+    told = Engine(build("delta_alone"), runner="graph", rows=3).explain()
+    assert "4 slots over 6 pages of 96 tokens, 0.00 GiB" in told
+
+
 def test_parts_without_a_kernel_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "ready", lambda x: True)
     monkeypatch.setattr(gpu_attention, "ready", lambda x: True)
@@ -465,6 +470,17 @@ def test_cancelled_beams_give_what_the_host_knew() -> None:
     assert [e.done[0].finish for e in engine.cancel(early) if e.done] == ["cancelled"]
     (rest,) = [e for e in engine.run() if e.done is not None]
     assert rest.request == other and engine.pool.available == len(engine.pool.users)
+
+
+def test_beams_that_have_room_keep_their_graphs() -> None:
+    engine = Engine(build("gqa"), runner="graph", rows=6)
+    assert engine.slots is not None
+    recorders = []
+    for new in (5, ROOM, ROOM + 1, ROOM):
+        served(engine, [Request([1, 2, 3], Settings(max_new_tokens=new, beams=3))])
+        (search,) = engine.slots.runner.searches.values()
+        recorders.append(search.recorder)
+    assert recorders[0] is recorders[1] is not recorders[2] is recorders[3]
 
 
 def test_beams_that_fill_their_room_wait_for_others() -> None:
