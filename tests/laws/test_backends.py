@@ -204,7 +204,6 @@ def test_sinks_stand_beside_any_score(backend: str, grouped: bool, softcap: floa
     torch.testing.assert_close(ours, want, **TIGHT)
 
 
-@torch.no_grad()
 def test_flex_is_compiled_without_its_variant_for_short_queries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -215,6 +214,7 @@ def test_flex_is_compiled_without_its_variant_for_short_queries(
     assert compiled.keywords == {"kernel_options": {"FORCE_USE_FLEX_ATTENTION": True}}
 
 
+@torch.no_grad()
 def test_flex_makes_a_block_mask_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     made, plain = [], flex_attention.create_block_mask
 
