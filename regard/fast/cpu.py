@@ -59,7 +59,7 @@ def prepare(model: Model, precision: str = "fp32", *, consume: bool = False) -> 
     fp32 is the same up to rounding. bf16 holds everything in bf16, the cache too; a CPU that does not multiply it is
     given fp32, with a notice. int8 and int4 hold linear layers in 8 or 4 bits and the rest in bf16 (in float32 on a CPU
     without bf16), experts of a mixture and MLA's up-projection among it; the head of int4 is int8, no slower and much
-    better. Weights are rounded to int8 so that it matters least for what the layers read: the model reads 128 random
+    better. Weights are rounded to int8 so that it matters least for what the layers read: the model reads 256 random
     tokens first. Recurrent cells keep their dtype; what is linear around them is packed. Logits are float32.
 
     `consume` gives up the weights of `model` as they are packed, so that never both are in memory: it is of no use

@@ -25,7 +25,7 @@ from regard.models import Model
 from regard.models.adapt import Int4Linear, LowRank
 from regard.models.inputs import random_inputs
 
-ROWS, TOKENS = 4, 32  # more tell no more
+ROWS, TOKENS = 8, 32  # more tell no more
 PAGEOUT = 21  # Linux's MADV_PAGEOUT
 
 
