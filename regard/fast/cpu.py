@@ -229,7 +229,8 @@ class Join(Specialise):
 
     def back(self, module: nn.Module) -> Tensor | None:
         found = self.inputs.get(id(module))
-        return None if found is None else feedback(found)
+        # Numbers that no dtype holds (float16 has few) say nothing: such weights are rounded to the nearest.
+        return None if found is None or not bool(found.isfinite().all()) else feedback(found)
 
     def give_up(self, linears: Sequence[nn.Linear]) -> None:
         gone = [linear for linear in linears if id(linear.weight) in self.spent]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from regard.fast.cpu import prepare
 from regard.fast.inputs import ROWS, TOKENS, read_by
 from regard.kernels.linear import turned
 from regard.models.adapt import LoRA, LowRank, inject
@@ -57,3 +58,13 @@ def test_what_lora_adds_reads_what_its_layer_reads() -> None:
         layer = model.get_submodule(name)
         assert isinstance(layer, LowRank)
         torch.testing.assert_close(found[id(layer)], plain[id(base)])
+
+
+@pytest.mark.parametrize("spoilt", [torch.nan, torch.inf])
+def test_model_whose_numbers_are_not_finite_is_still_packed(spoilt: float) -> None:
+    model = decoder("gqa_rope").float().eval()
+    with torch.no_grad():
+        model.tower.blocks[0].attention.wv.weight[0, 0] = spoilt
+    assert not all(m.isfinite().all() for m in read_by(model).values())
+    logits = prepare(model, "int8")(torch.tensor([[1, 2, 3]]))
+    assert logits.shape[:2] == (1, 3) and not logits.isfinite().all()

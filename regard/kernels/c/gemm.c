@@ -301,14 +301,14 @@ static void pack_bytes(const float *x, const float *back, char *pair, int64_t j)
     float most, scale;
     memcpy(&most, &top, 4);
     scale = most * UNIT;
-    scale = scale > 1e-30f ? scale : 1e-30f;
+    scale = scale < 1e-30f ? 1e-30f : scale; /* what is no number stays so */
     memcpy(&wide, &scale, 4);
     wide = (wide + 0xffff) & 0xffff0000u;
     memcpy(&scale, &wide, 4);
     ((uint16_t *)(pair + 2048))[j] = (uint16_t)(wide >> 16);
     for (int i = 0; i < 64; i++) {
         float left = h[i / LANES][i % LANES], q = __builtin_rintf(left * (1.f / scale));
-        q = q > 127 ? 127 : q < -127 ? -127 : q;
+        q = q > 127 ? 127 : q > -127 ? q : -127;
         pair[j / 16 * 1024 + i / 4 * 64 + j % 16 * 4 + i % 4] = (char)((int)q + FLIP);
         vec off = splat(left - q * scale);
         for (int v = i / LANES; back && v < 64 / LANES; v++) h[v] -= off * load(back + 64 * i + v * LANES);
