@@ -24,6 +24,8 @@ from regard.text.worker import Worker
 MAX_SOURCE = 1_000_000  # characters of a template
 MAX_LENGTH = 4_000_000  # characters of a prompt
 MAX_SECONDS = 5.0
+# Levels of lists and objects in what a template is given; not Python's own bound, which anything may raise.
+DEEPEST = 200
 KEYS = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
 # Variables of a template that nobody else may set.
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
@@ -287,12 +289,14 @@ def _each(x: Any, change: Callable[[str], str]) -> Any:
     return [_each(value, change) for value in x] if isinstance(x, list | tuple) else x
 
 
-def texts_of(x: Any) -> list[str]:
+def texts_of(x: Any, depth: int = 0) -> list[str]:
     """Every text in plain data."""
     if isinstance(x, str):
         return [x]
+    if depth > DEEPEST:
+        raise UsageError(f"it is nested more than {DEEPEST} levels deep; give it flatter")
     inner = x.values() if isinstance(x, Mapping) else x if isinstance(x, list | tuple) else ()
-    return [text for value in inner for text in texts_of(value)]
+    return [text for value in inner for text in texts_of(value, depth + 1)]
 
 
 def render_chat(

@@ -285,3 +285,21 @@ def test_only_the_sandboxed_environment_is_used() -> None:
     for path in source.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         assert "jinja2.Environment" not in text and "import Environment" not in text, path
+
+
+@pytest.mark.parametrize("limit", [1000, 20_000])
+def test_how_deep_data_may_be_does_not_depend_on_pythons_bound(
+    limit: int,
+) -> None:
+    """Other libraries raise it, and then what was refused a moment ago would be taken."""
+    before = sys.getrecursionlimit()
+    deep: Any = "x"
+    for _ in range(chats.DEEPEST):
+        deep = [deep]
+    sys.setrecursionlimit(max(limit, before))
+    try:
+        assert chats.texts_of(deep) == ["x"]
+        with pytest.raises(UsageError, match="nested more than 200 levels"):
+            chats.texts_of([[deep]])
+    finally:
+        sys.setrecursionlimit(before)
