@@ -57,10 +57,11 @@ def prepare(model: Model, precision: str = "fp32", *, consume: bool = False) -> 
     """`model` ready to run in `precision`: fp32, bf16, int8 or int4, at any number of rows.
 
     fp32 is the same up to rounding. bf16 holds everything in bf16, the cache too; a CPU that does not multiply it is
-    given fp32, with a notice. int8 and int4 hold linear layers in 8 or 4 bits and the rest in bf16 (in float32 on a CPU
-    without bf16), experts of a mixture and MLA's up-projection among it; the head of int4 is int8, no slower and much
-    better. Weights are rounded to int8 so that it matters least for what the layers read: the model reads 256 random
-    tokens first. Recurrent cells keep their dtype; what is linear around them is packed. Logits are float32.
+    given fp32, with a notice. int8 and int4 hold linear layers in 8 or 4 bits and the rest in bf16 (in float32 on a
+    CPU without bf16), experts of a mixture and MLA's up-projection among it; the head of int4 is int8, and so are
+    weights of fewer than 65,536 numbers: no slower and much better. Weights are rounded so that it matters least for
+    what the layers read: the model reads 256 random tokens first. Recurrent cells keep their dtype; what is linear
+    around them is packed. Logits are float32.
 
     `consume` gives up the weights of `model` as they are packed, so that never both are in memory: it is of no use
     afterwards. Weights that need no change are shared with `model`. A tied head becomes a packed copy of its own, vocab
@@ -223,14 +224,20 @@ class Join(Specialise):
 
     def product(self, *linears: nn.Linear, out: torch.dtype | None = None) -> nn.Module:
         """One layer that gives the outputs of all `linears` after each other."""
-        made = pack(*stacked(linears), self.precision, out, self.back(linears[0]))
+        weight, bias = stacked(linears)
+        precision = possible(self.precision, weight)
+        made = pack(weight, bias, precision, out, self.back(linears[0], precision))
         self.give_up(linears)
         return made
 
-    def back(self, module: nn.Module) -> Tensor | None:
+    def back(self, module: nn.Module, precision: str) -> Tensor | None:
         found = self.inputs.get(id(module))
         # Numbers that no dtype holds (float16 has few) say nothing: such weights are rounded to the nearest.
-        return None if found is None or not bool(found.isfinite().all()) else feedback(found)
+        return (
+            None
+            if found is None or not bool(found.isfinite().all())
+            else feedback(found, precision)
+        )
 
     def give_up(self, linears: Sequence[nn.Linear]) -> None:
         gone = [linear for linear in linears if id(linear.weight) in self.spent]
@@ -280,7 +287,9 @@ class Join(Specialise):
         if precision != "int8":
             weight = self.parameter(weight)
         new = self.copy(module, PackedHead)
-        new.product = pack(weight, module.bias, precision, torch.float32, self.back(module))
+        new.product = pack(
+            weight, module.bias, precision, torch.float32, self.back(module, precision)
+        )
         new.weight = new.bias = None
         return new
 
@@ -386,8 +395,9 @@ class Native(Join):
 
     def linear(self, *linears: Any, act: str = "", gated: bool = False) -> nn.Module:
         weight, bias = stacked(linears)
-        form: Any = {"act": act, "gated": gated, "back": self.back(linears[0])}
-        made = NativeLinear(weight, bias, possible(self.precision, weight), **form)
+        precision = possible(self.precision, weight)
+        form: Any = {"act": act, "gated": gated, "back": self.back(linears[0], precision)}
+        made = NativeLinear(weight, bias, precision, **form)
         self.give_up(linears)
         return made
 

@@ -20,10 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.kernels.c import native
-from regard.kernels.c.linear import GROUP, Layer, NativeLinear, fours, usable
+from regard.kernels.c.linear import GROUP, Layer, NativeLinear, usable
 
 PRECISIONS = ("fp32", "bf16", "int8", "int4")
 TILE = 64  # inputs that are turned together, and share a scale in 8 bits
+PARTS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of a range, that 4 bits may keep to
+# Weights that stay near a core between two steps: 4 bits would make them no faster, 24 KB smaller, and small models
+# much worse.
+SMALL = 2**16
 # Where oneDNN lacks a product, torch says so once with twenty lines of C++ frames, and goes on without it.
 warnings.filterwarnings("ignore", message=".*failed, switching to (baddbmm|BLAS gemm)")
 
@@ -32,7 +36,7 @@ def pack(
     weight: Tensor, bias: Tensor | None, precision: str, out: torch.dtype | None = None, back: Tensor | None = None
 ) -> Layer:  # fmt: skip
     """A layer for W (n k) and b (n), fast at any number of rows. The plain form does not copy a W that stays so.
-    `back`: how int8 rounds (`feedback`); without it to the nearest."""
+    `back`: how int8 and int4 round (`feedback`); without it to the nearest."""
     assert precision in PRECISIONS, precision
     precision = possible(precision, weight)
     if weight.is_cpu and usable(precision):
@@ -40,14 +44,15 @@ def pack(
     if precision == "int8":
         return Int8(weight, bias, out, back)
     if precision == "int4":
-        return Int4(weight, bias, out)
+        return Int4(weight, bias, out, back)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     return Plain(weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype), out)
 
 
 def possible(precision: str, weight: Tensor) -> str:
-    """4 bits need groups of inputs: a W that they do not divide has 8."""
-    return "int8" if precision == "int4" and weight.shape[1] % GROUP else precision
+    """4 bits need groups of inputs: a W that they do not divide has 8; so has one that is SMALL."""
+    eight = weight.shape[1] % GROUP or weight.numel() < SMALL
+    return "int8" if precision == "int4" and eight else precision
 
 
 class Plain(Layer):
@@ -77,10 +82,14 @@ def turned(x: Tensor) -> Tensor:
     return x
 
 
-def feedback(moments: Tensor) -> Tensor:
-    """How W is best rounded to int8 where inputs have these second moments, sums of h h^T over turned inputs
-    (k/64 64 64): what rounding leaves out of a turned input i of W is taken from each later input j, result[i, j]
-    times, so that the error is least where inputs are large. (GPTQ's steps, within a tile.)"""
+def feedback(moments: Tensor, precision: str) -> Tensor:
+    """How W is best rounded to int8 or int4 where inputs have these second moments, sums of h h^T over turned inputs
+    (k/64 64 64): what rounding leaves out of input i of W is taken from each later input j, result[i, j] times, so
+    that the error is least where inputs are large. (GPTQ's steps, within a tile.)"""
+    if precision == "int4":
+        # Which rounds inputs as they are: turned back, as the transform is 8 times an orthogonal one.
+        basis = turned(torch.eye(TILE, device=moments.device))[:, 0]
+        moments = basis @ moments @ basis.t() / TILE**2
     mean = moments.diagonal(dim1=1, dim2=2).mean(1, keepdim=True) + 1e-20
     inverse = torch.linalg.inv((moments + torch.diag_embed(mean.expand(-1, TILE))).double())
     u = torch.linalg.cholesky(inverse, upper=True)
@@ -174,10 +183,12 @@ class Int4(Layer):
 
     Bytes lie (n/64, k, 32), low halves for 32 outputs, high halves for the next 32."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, out: torch.dtype | None = None):
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, out: torch.dtype | None = None, back: Tensor | None = None
+    ):  # fmt: skip
         super().__init__()
         self.n, self.k = weight.shape
-        q, scales = fours(F.pad(weight.detach(), (0, 0, 0, -self.n % 64)))
+        q, scales = fours(F.pad(weight.detach(), (0, 0, 0, -self.n % 64)), back)
         self.q = nibbles(q)
         self.scales = scales.transpose(0, 1).contiguous()  # k/group N 2
         self.out, self.bias = out, None if bias is None else bias.detach().float()
@@ -192,6 +203,39 @@ class Int4(Layer):
         y = (x.to(dtype) @ self.dense(dtype))[..., : self.n]
         y = y if self.bias is None else y + self.bias
         return y.to(self.out or x.dtype)
+
+
+def fours(w: Tensor, back: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """W (n k) in 4 bits: w = (q - 8) scale + zero, q (n k), scale and zero (n k/GROUP 2) in bf16. `back`: how it rounds
+    (`feedback`)."""
+    (n, k), count = w.shape, w.shape[1] // GROUP
+    rest = F.pad(w.detach().float(), (0, -k % TILE)).view(n, -1, TILE).permute(2, 0, 1).contiguous()
+    q, scales = torch.empty_like(rest, dtype=torch.uint8), list[Tensor]()
+    for i in range(TILE):
+        if i % GROUP == 0:
+            scales.append(range_of(rest[i : i + GROUP]))
+            scale, zero = scales[-1].float().unbind(-1)
+        step = ((rest[i] - zero) * (1 / scale)).round_().clamp_(-8, 7)
+        q[i] = step + 8
+        if back is not None:
+            off = rest[i] - (zero + step * scale)  # n k/64
+            rest[i + 1 :] -= off * back[:, i, i + 1 :].t()[:, None]
+    whole = q.permute(1, 2, 0).reshape(n, -1)[:, :k].contiguous()
+    return whole, torch.stack(scales, 2).flatten(1, 2)[:, :count].contiguous()
+
+
+def range_of(w: Tensor) -> Tensor:
+    """Scale and zero of groups (GROUP n m), in bf16: of their whole range, or the part of it that rounds them best."""
+    low, high = w.aminmax(dim=0)
+    found, off = list[Tensor](), list[Tensor]()
+    for part in PARTS:
+        scale = ((high - low) * (part / 15)).clamp(min=1e-8).bfloat16()
+        zero = ((low + high + scale) / 2).bfloat16()
+        step = ((w - zero) * (1 / scale.float())).round_().clamp_(-8, 7)
+        found.append(torch.stack([scale, zero], -1))
+        off.append((w - (zero.float() + step * scale.float())).square_().sum(0))
+    best = torch.stack(off).argmin(0)[None, ..., None].expand(1, *low.shape, 2)
+    return torch.stack(found).gather(0, best)[0]
 
 
 def unpacked(q: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -804,7 +804,7 @@ def quantisation(x: Numbers = (0.02, -0.75, 0.31, 1.4, -0.9, 0.004)) -> Tables:
     """What is lost when weights are held in 8 or 4 bits?
 
     int8: H w ~ q s, s = max|H w| / 127 of 64 inputs, H orthogonal
-    int4: w ~ (q - 8) s + z, s = (max - min) / 15 of 32 inputs
+    int4: w ~ (q - 8) s + z, s = (max - min) / 15 of 32 inputs, or of the best part of their range
     fp8 (e4m3): w ~ q s, s = max|w| / 448, three bits after the point. Shown: what comes back."""
     row = torch.tensor(x)[None]
     # The last weight again, which changes no range.

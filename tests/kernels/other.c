@@ -18,12 +18,7 @@ int main(int count, char **given) {
         float *x = get(file, m * k * 4), *w = get(file, n * k * 4), *b = get(file, n * 4), *want = get(file, m * n * 4);
         float *y = aligned_alloc(64, m * n * 4 + 64), *alone = aligned_alloc(64, n * 4 + 64);
         Linear l = {kind, n, k, 0, 0, aligned_alloc(4096, (linear_bytes(kind, n, k, 0) + 8191) / 4096 * 4096), b};
-        if (kind == INT4) {
-            uint8_t *q = get(file, n * k);
-            linear_pack_fours(&l, q, get(file, n * (k / GROUP) * 4), 0, n);
-        } else {
-            linear_pack(&l, w, 0, 0, n);
-        }
+        linear_pack(&l, w, 0, 0, n);
         double off = 0, all = 0;
         if (linear(&l, x, m, 0, y) || linear(&l, x, 1, 0, alone)) return 4;
         for (int64_t i = 0; i < m * n; i++) off += (y[i] - want[i]) * (y[i] - want[i]), all += want[i] * want[i];

@@ -315,43 +315,73 @@ static void pack_bytes(const float *x, const float *back, char *pair, int64_t j)
     }
 }
 
+static const double PARTS[] = {1, .95, .9, .85, .8, .75}; /* of a range, that 4 bits may keep to */
+
+/* In 4 bits: q from -8 to 7. */
+INLINE float fours_of(float x, float zero, float over) {
+    float q = __builtin_rintf((x - zero) * over);
+    return q > 7 ? 7 : q > -8 ? q : -8;
+}
+
+/* Scale and zero of a group, as floats that bf16 holds: of its whole range, or the part of it that rounds it best. */
+static void range_of(const float *x, float *scale, float *zero) {
+    float low = x[0], high = x[0], unreal = 0, least = 0;
+    for (int i = 0; i < GROUP; i++) {
+        low = x[i] < low ? x[i] : low, high = x[i] > high ? x[i] : high;
+        unreal += x[i] * 0.f; /* NaN if a number is none, or not finite */
+    }
+    for (int part = 0; part < (int)(sizeof PARTS / sizeof *PARTS); part++) {
+        float s = (high - low) * (float)(PARTS[part] / 15) + unreal, off = 0;
+        s = from_bf16(to_bf16(s < 1e-8f ? 1e-8f : s));
+        float z = from_bf16(to_bf16((low + high + s) / 2)), over = 1.f / s;
+        for (int i = 0; i < GROUP; i++) {
+            float left = x[i] - (z + fours_of(x[i], z, over) * s);
+            off += left * left;
+        }
+        if (part == 0 || off < least) least = off, *scale = s, *zero = z;
+    }
+}
+
+/* Output j of `groups` (one or two) in int4: w = (q - 8) scale + zero. A byte has inputs 2i and 2i + 1 of an output;
+   after 16 lines of 32 bytes come 32 scales and 32 zeros in bf16. `back` as above. */
+static void pack_fours(float *x, const float *back, char *to, int64_t groups, int64_t j) {
+    for (int64_t g = 0; g < groups; g++, to += FOURS) {
+        float scale, zero;
+        range_of(x + g * GROUP, &scale, &zero);
+        uint16_t *about = (uint16_t *)(to + 512);
+        about[j] = to_bf16(scale), about[32 + j] = to_bf16(zero);
+        for (int64_t i = g * GROUP; i < (g + 1) * GROUP; i++) {
+            float q = fours_of(x[i], zero, 1.f / scale), off = x[i] - (zero + q * scale);
+            char *byte = to + (i - g * GROUP) / 2 * 32 + j;
+            *byte = (char)(i % 2 ? *byte | ((int)q + 8) << 4 : (int)q + 8);
+            for (int64_t v = i + 1; back && v < 64; v++) x[v] -= off * back[64 * i + v];
+        }
+    }
+}
+
 /* Rows first.. of W, `count` of them, a multiple of 32 but for the last; all at once where gated. `back` is of int8 and
-   may be NULL: 64 x 64 numbers for each tile. */
+   int4 and may be NULL: 64 x 64 numbers for each 64 inputs. */
 void linear_pack(const Linear *l, const float *w, const float *back, int64_t first, int64_t count) {
-    int64_t many = tiles_of(l->k, l->kind), deep = depth(l->kind), each = deep / 16;
+    int64_t deep = l->kind == INT4 ? 2 * GROUP : depth(l->kind), many = (l->k + deep - 1) / deep, each = deep / 16;
+    int64_t apart = l->kind == INT4 ? 2 * FOURS : pair(l->kind), whole = stripe_bytes(l->kind, l->k);
 #pragma omp parallel for
     for (int64_t s = first / 32; s < first / 32 + stripes(count, l->gated); s++)
         for (int64_t t = 0; t < many; t++)
             for (int64_t j = 0; j < 32; j++) {
                 int64_t row = row_of(l, s, j), left = l->k - t * deep < deep ? l->k - t * deep : deep;
-                char *to = l->tiles + (s * many + t) * pair(l->kind), *tile = to + j / 16 * 1024 + j % 16 * 4;
+                char *to = l->tiles + s * whole + t * apart, *tile = to + j / 16 * 1024 + j % 16 * 4;
+                const float *more = back ? back + t * 4096 : 0;
                 float x[64] = {0};
                 if (row >= 0) memcpy(x, w + (row - first) * l->k + t * deep, (size_t)left * 4);
-                if (l->kind == INT8) pack_bytes(x, back ? back + t * 4096 : 0, to, j);
-                for (int64_t i = 0; l->kind != INT8 && i < deep; i++) {
+                if (l->kind == INT8) pack_bytes(x, more, to, j);
+                if (l->kind == INT4) pack_fours(x, more, to, left / GROUP, j);
+                for (int64_t i = 0; (l->kind == FP32 || l->kind == BF16) && i < deep; i++) {
                     char *at = tile + i / each * 64;
                     if (l->kind == FP32)
                         memcpy(at, x + i, 4);
                     else
                         ((uint16_t *)at)[i % each] = to_bf16(x[i]);
                 }
-            }
-}
-
-/* The same in int4: w = (q - 8) scale + zero, q (count k) of 0 to 15, scales (count k/32 2) in bf16: scale and zero.
-   A byte has inputs 2i and 2i + 1 of an output; after 16 lines of 32 bytes come 32 scales and 32 zeros. */
-void linear_pack_fours(const Linear *l, const uint8_t *q, const uint16_t *scales, int64_t first, int64_t count) {
-    int64_t groups = l->k / GROUP;
-#pragma omp parallel for
-    for (int64_t s = first / 32; s < first / 32 + stripes(count, l->gated); s++)
-        for (int64_t g = 0; g < groups; g++)
-            for (int64_t j = 0; j < 32; j++) {
-                int64_t row = row_of(l, s, j) - first;
-                char *to = l->tiles + (s * groups + g) * FOURS;
-                const uint8_t *from = q + row * l->k + g * GROUP;
-                uint16_t *about = (uint16_t *)(to + 512);
-                for (int i = 0; i < 16; i++) to[32 * i + j] = row < 0 ? 0 : (char)(from[2 * i] | from[2 * i + 1] << 4);
-                for (int i = 0; i < 2; i++) about[32 * i + j] = row < 0 ? 0 : scales[(row * groups + g) * 2 + i];
             }
 }
 
@@ -498,6 +528,7 @@ INLINE void multiply(const Block *b, const int rows, const int kind) {
 #pragma GCC unroll 8
             for (int v = 0; bytes && v < wide; v++) {
                 vec step = steps_of(b->steps, t, (part + v) * LANES);
+                if (kind == INT8 && v == 0) __builtin_prefetch(b->steps + t * pair(INT8) + b->ahead);
 #pragma GCC unroll 16
                 for (int r = 0; r < rows; r++) total[r][v] = add_tile(total[r][v], sum[r][v], step, scales[r]);
             }
@@ -895,7 +926,7 @@ int linear(const Linear *l, const float *x, int64_t m, const float *add, float *
         }
         take_tiles(&old, r.high);
         fill(l, x, m, &r);
-#pragma omp for schedule(dynamic, 4)
+#pragma omp for schedule(guided)
         for (int64_t number = 0; number < all; number++) {
             if (short_of) continue;
             Stripe s = stripe_of(l, number);

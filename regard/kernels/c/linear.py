@@ -55,16 +55,6 @@ def plain(
     return y if add is None else y + add
 
 
-def fours(w: Tensor) -> tuple[Tensor, Tensor]:
-    """W (n k) in 4 bits: w = (q - 8) scale + zero, q (n k), scale and zero (n k/GROUP 2) in bf16."""
-    w = w.detach().float().unflatten(1, (-1, GROUP))
-    low, high = w.aminmax(dim=-1)
-    scale = ((high - low) / 15).clamp(min=1e-8).bfloat16()
-    zero = (low + 8 * scale).bfloat16()
-    q = ((w - zero[..., None]) / scale[..., None]).round_().add_(8).clamp_(0, 15)
-    return q.flatten(1).to(torch.uint8), torch.stack([scale, zero], -1)
-
-
 @functools.cache
 def _calls() -> Any:
     found = library()
@@ -72,8 +62,6 @@ def _calls() -> Any:
     whole = ctypes.c_int64
     found.linear_bytes.argtypes, found.linear_bytes.restype = [whole] * 4, whole
     found.linear_pack.argtypes, found.linear_pack.restype = [ctypes.c_char_p, *[whole] * 4], None
-    found.linear_pack_fours.argtypes = [ctypes.c_char_p, *[whole] * 4]
-    found.linear_pack_fours.restype = None
     found.linear_room.argtypes, found.linear_room.restype = [whole, whole], None
     found.linear.argtypes, found.linear.restype = [ctypes.c_char_p, *[whole] * 4], ctypes.c_int
     found.linear_best.argtypes, found.linear_best.restype = [ctypes.c_char_p] * 2, ctypes.c_int
@@ -115,7 +103,7 @@ class Layer(nn.Module):
 
 class NativeLinear(Layer):
     """`plain` for a weight (n k) and bias (n), packed; y is `out`, or of the dtype of x. `back` is what `feedback` in
-    regard/kernels/linear.py gives for int8."""
+    regard/kernels/linear.py gives for int8 and int4."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, precision: str, *, act: str = "", gated: bool = False,
@@ -139,12 +127,7 @@ class NativeLinear(Layer):
         each, more = len(weight) if self.gated else PART, 0 if back is None else back.data_ptr()
         for first in range(0, len(weight), each):
             part = weight[first : first + each].float().contiguous()
-            if self.precision == "int4":
-                q, scales = fours(part)
-                where = (q.data_ptr(), scales.data_ptr())
-                _calls().linear_pack_fours(self.fixed, *where, first, len(part))
-            else:
-                _calls().linear_pack(self.fixed, part.data_ptr(), more, first, len(part))
+            _calls().linear_pack(self.fixed, part.data_ptr(), more, first, len(part))
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         out, x = self.out or x.dtype, _readable(x)
