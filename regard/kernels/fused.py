@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention, with the kernel that suits how it is called; and ours where it learns."""
+"""torch's scaled_dot_product_attention, with the kernel that suits how it is called; and ours on a CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def fused(
 ) -> Tensor:  # fmt: skip
     """q (b h t d), k and v (b g s d). On a GPU, without cuDNN where lengths may change from call to call: it takes some
     60 ms to plan for each new shape, in which the others have long finished. Compiled code has fixed shapes and may
-    have it. On a CPU, causal attention that learns has kernels of its own."""
+    have it. On a CPU, causal attention has kernels of its own."""
     grouped, torchs = q.shape[1] != k.shape[1], F.scaled_dot_product_attention
     run = partial(torchs, q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped)
     if torch.compiler.is_compiling():

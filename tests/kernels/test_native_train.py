@@ -182,11 +182,14 @@ def test_attention_in_c_is_taken_and_a_wrong_one_would_be_seen(
     assert all((a - b).norm() > 0.1 * b.norm() for a, b in zip(wrong[1:], want[1:]))
 
 
-def test_attention_without_gradients_has_torchs_bits() -> None:
+def test_attention_without_gradients_is_that_of_training_but_in_bf16_torchs() -> None:
     q, k, v, _ = laid((2, 2, 40, 32), True)
+    learning = fused(q, k, v, None, causal=True, scale=None)
     with torch.no_grad():
-        got = fused(q, k, v, None, causal=True, scale=None)
-        assert got.equal(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        assert fused(q, k, v, None, causal=True, scale=None).equal(learning)
+        half = [x.bfloat16() for x in (q, k, v)]
+        got = fused(*half, None, causal=True, scale=None)
+        assert got.equal(F.scaled_dot_product_attention(*half, is_causal=True))
 
 
 def test_no_number_in_one_query_stays_in_its_row() -> None:

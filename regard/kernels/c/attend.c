@@ -8,7 +8,7 @@ enum {
     BLOCK = 64,                 /* keys whose scores are at hand at a time */
     TILE = 4,                   /* queries that read a key or value together */
     CHUNK = LANES == 8 ? 2 : 4, /* vectors of a value that are summed together: AVX has half the registers */
-    WORTH = 150000              /* products of two numbers that are worth a second thread */
+    WORTH = 40000               /* products of two numbers that are worth a second thread */
 };
 
 /* What rows.attend_one packs; strides count numbers. `page` slots lie together in the row that `place` names, one name

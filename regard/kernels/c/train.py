@@ -73,9 +73,10 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
 
 
 def attends(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether `attend` can: plain tensors of one shape and dtype, on the CPU, while gradients are recorded, heads for
-    every thread."""
-    if not (torch.is_grad_enabled() and q.is_cpu and type(q) is type(k) is type(v) is Tensor):
+    """Whether `attend` can: plain tensors of one shape and dtype, on the CPU, heads for every thread. In bf16 its gain
+    is the way back."""
+    wanted = torch.is_grad_enabled() or q.dtype is torch.float32
+    if not (wanted and q.is_cpu and type(q) is type(k) is type(v) is Tensor):
         return False
     alike = q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype and q.dtype in HALF
     fits = alike and q.shape[-1] % WIDE == 0 and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
