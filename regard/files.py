@@ -33,6 +33,8 @@ def nearby(path: str | Path) -> str:
     """A hint such as `; did you mean story.toml?` where what does not exist has a neighbour of nearly its name."""
     home = Path(path)
     there = os.listdir(home.parent) if not home.exists() and home.parent.is_dir() else []
+    # A link that leads nowhere is its own neighbour.
+    there = [name for name in there if name != home.name]
     close = difflib.get_close_matches(home.name, there, n=1, cutoff=0.7)
     return f"; did you mean {home.with_name(close[0])}?" if close else ""
 
@@ -43,7 +45,9 @@ def model_folder(path: str | Path) -> Path:
     if folder.is_dir():
         return folder
     text = f"{name} is not a folder; give the path of a model folder (with config.json and weights)"
-    if hint := nearby(folder):
+    if folder.is_symlink() and not folder.exists():
+        text += f"; it is a link to {os.readlink(folder)}, which is not there"
+    elif hint := nearby(folder):
         text += hint
     elif folder.parts[:1] == ("runs",) and not folder.exists():
         run = folder.parts[1] if folder.parts[1:] else "NAME"

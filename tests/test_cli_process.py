@@ -24,7 +24,11 @@ def redirected(how: str, *arguments: Any) -> Done:
 def test_interrupt_ends_with_130_and_no_traceback() -> None:
     given = command("chat", folder("gpt2"), "--max-new-tokens", 4)
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    with subprocess.Popen(**given, **pipes) as child:
+    # A shell that starts tests in the background has them, and what they start, ignore interrupts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    child = subprocess.Popen(**given, **pipes)
+    signal.signal(signal.SIGINT, before)
+    with child:
         assert child.stdin is not None and child.stdout is not None and child.stderr is not None
         child.stdin.write(b"hello\n")
         child.stdin.flush()

@@ -253,3 +253,11 @@ build("gpt2", layers=1, dim=8, heads=1, ffn_dim=8, vocab=9, max_len=8).save({str
 """
     subprocess.run([sys.executable, "-c", script], check=True)
     assert regard.load(tmp_path / "m").config.tower.layers == 1
+
+
+def test_link_that_leads_nowhere_is_named_and_not_suggested(tmp_path: Path) -> None:
+    link = tmp_path / "best"
+    link.symlink_to("step-610")
+    with pytest.raises(UsageError, match="is a link to step-610, which is not there") as error:
+        model_folder(link)
+    assert "did you mean" not in str(error.value)
