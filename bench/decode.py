@@ -4,11 +4,13 @@
 
 Random weights of real shape, no end token, so that every side makes the same number of tokens. For each model, batch
 and search: median milliseconds and tokens per second of each side, the ratio (the better of transformers' fp32 and bf16
-over ours; above 1: Regard is faster), and how many rows have the tokens of transformers' fp32. `translate` runs beam 4
-over 200 sentences of ../shared/data/multi30k and adds the memory of each side, in a process of its own (every one has
-torch in it, which CTranslate2 imports where it finds it). CTranslate2 takes part in `gpt2` and `translate` if it can be
-imported; bf16 where the CPU multiplies it. Each part takes up to four minutes on two cores; run it alone, or a few of
-its sides with --only (those whose names have one of the words). It changes nothing.
+over ours; above 1: Regard is faster), and how many rows have the tokens of transformers' fp32. Each side is a process
+of its own, as whoever uses it has it, and they take turns, with a pause in between: the threads of CTranslate2's OpenMP
+spin for 0.2 s after a call, on a core that the next side wants. `translate` runs beam 4 over 200 sentences of
+../shared/data/multi30k and adds the memory of each side (every one has torch in it, which CTranslate2 imports where it
+finds it). CTranslate2 takes part in `gpt2` and `translate` if it can be imported; bf16 where the CPU multiplies it.
+Each part takes up to four minutes on two cores; run it alone, or a few of its sides with --only (those whose names have
+one of the words). It changes nothing.
 
 A CPU without AMX, or with AVX2 alone, is had by hiding the rest from all sides:
 
@@ -19,19 +21,22 @@ A CPU without AMX, or with AVX2 alone, is had by hiding the rest from all sides:
 from __future__ import annotations
 
 import argparse
-import copy
 import importlib.util
 import json
 import lzma
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from measure import floats, growth, header, medians
@@ -43,7 +48,6 @@ PROMPT, NEW, BATCHES = 32, 64, (1, 8)
 LINES, LINE_NEW, BEAMS, BATCH = 200, 16, 4, 32  # of the part `translate`
 
 Prompts = Sequence[Sequence[int]]
-Side = Callable[[], list[list[int]]]
 
 
 def precisions() -> list[str]:
@@ -125,65 +129,189 @@ def ragged(batch: int, vocab: int, about: int) -> list[list[int]]:
 
 
 def compare(name: str, args: argparse.Namespace) -> None:
-    import regard
-
     plain = peer(name, args.quick)
-    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    peers = {p: copy.deepcopy(plain).to(kinds[p]) for p in floats()}
-    model = regard.from_hf(plain)
     about, new = (8, 8) if args.quick else (PROMPT, NEW)
-    two = bool(plain.config.is_encoder_decoder)
-    for batch in BATCHES:
-        for beams in (1, BEAMS) if two else (1,):
-            prompts = ragged(batch, plain.config.vocab_size, about)
-            made = {p: regard.prepare(model, p) for p in precisions()}
-            sides: dict[str, Side] = {
-                f"transformers {p}": partial(theirs, m, prompts, beams, new) for p, m in peers.items()
-            } | {f"regard {p}": partial(ours, m, prompts, beams, new) for p, m in made.items()}  # fmt: skip
-            with tempfile.TemporaryDirectory() as home:
-                if name == "gpt2" and importlib.util.find_spec("ctranslate2"):
-                    plain.save_pretrained(home)
-                    convert(Path(home), plain.config.vocab_size)
-                    for p in ("fp32", "int8"):
-                        sides[f"ctranslate2 {p}"] = writer(Path(home, p), prompts, new)
-                sides = {n: side for n, side in sides.items() if wanted(n, args)}
-                notes = {f"regard {p}": off(model, m, prompts[0]) for p, m in made.items()}
-                title = f"{name} batch {batch} beams {beams}"
-                report(title, sides, batch * new, args.repeats, notes)
+    two, vocab = bool(plain.config.is_encoder_decoder), plain.config.vocab_size
+    names = [
+        f"{who} {p}"
+        for who, kinds in (("transformers", floats()), ("regard", precisions()))
+        for p in kinds
+    ]
+    with tempfile.TemporaryDirectory() as home:
+        plain.save_pretrained(home)
+        if name == "gpt2" and importlib.util.find_spec("ctranslate2"):
+            convert(Path(home), vocab)
+            names += ["ctranslate2 fp32", "ctranslate2 int8"]
+        del plain
+        with apart([n for n in names if wanted(n, args)], Path(home)) as sides:
+            for batch in BATCHES:
+                for beams in (1, BEAMS) if two else (1,):
+                    job = Job(ragged(batch, vocab, about), beams, new)
+                    report(f"{name} batch {batch} beams {beams}", sides, job, args.repeats)
 
 
 def wanted(side: str, args: argparse.Namespace) -> bool:
     return not args.only or any(word in side for word in args.only)
 
 
+# --- the sides, each a process ------------------------------------------------------------------------------------
+
+PAUSE = 0.3  # seconds in which the threads of another side come to rest
+
+
+class Job(NamedTuple):
+    prompts: list[list[int]]
+    beams: int
+    new: int
+    banned: tuple[int, ...] = ()
+    batch: int = 64  # prompts that are read together, where there are more
+
+
+Work = Callable[[Job], list[list[int]]]
+
+
+class Side:
+    """A library with a model in one precision, read from a folder by a process of its own."""
+
+    def __init__(self, name: str, folder: Path):
+        context = get_context("spawn")
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=serve, args=(name, folder, other), daemon=True)
+        self.process.start()
+        other.close()
+        self.note: str = self.pipe.recv()
+
+    def __call__(self, job: Job) -> tuple[float, list[list[int]]]:
+        """Seconds, and what it wrote."""
+        time.sleep(PAUSE)
+        self.pipe.send(job)
+        found: tuple[float, list[list[int]]] = self.pipe.recv()
+        return found
+
+
+def serve(name: str, folder: Path, pipe: Any) -> None:
+    """What a side's process does."""
+    prepare_process()
+    work = make(name, folder)
+    pipe.send(off(folder, name.split()[1]) if name.startswith("regard") else "")
+    while (job := pipe.recv()) is not None:
+        start = time.perf_counter()
+        found = work(job)
+        pipe.send((time.perf_counter() - start, found))
+
+
+@contextmanager
+def apart(names: list[str], folder: Path) -> Iterator[dict[str, Side]]:
+    sides = {name: Side(name, folder) for name in names}
+    yield sides
+    for side in sides.values():
+        side.pipe.send(None)
+        side.process.join()
+
+
+def make(name: str, folder: Path) -> Work:
+    """What a side does with a job, its model read from the folder."""
+    library, precision = name.split()
+    if library == "ctranslate2":
+        return ctranslate2_work(folder, "int8" if precision == "int8" else "float32")
+    kind = torch.bfloat16 if precision == "bf16" else torch.float32
+    if library == "regard":
+        import regard
+
+        fast = regard.prepare(regard.load(folder, dtype=kind), precision, consume=True)
+        return lambda job: ours(
+            fast, job.prompts, job.beams, job.new, job.banned, job.batch * job.beams
+        )
+    import transformers
+
+    kept = json.loads((folder / "config.json").read_text())
+    cls = getattr(transformers, kept["architectures"][0])
+    model = cls.from_pretrained(folder, dtype=kind, attn_implementation="sdpa")
+    model.generation_config.eos_token_id = None  # the folder's config may name one
+
+    def work(job: Job) -> list[list[int]]:
+        order = sorted(range(len(job.prompts)), key=lambda i: -len(job.prompts[i]))
+        found: dict[int, list[int]] = {}
+        for at in range(0, len(order), job.batch):
+            part = order[at : at + job.batch]
+            rows = theirs(model, [job.prompts[i] for i in part], job.beams, job.new, job.banned)
+            found |= dict(zip(part, rows, strict=True))
+        return [found[i] for i in range(len(order))]
+
+    return work
+
+
+def ctranslate2_work(folder: Path, kind: str) -> Work:
+    import ctranslate2
+
+    home = folder / ("int8" if kind == "int8" else "fp32")
+    how = {"compute_type": kind, "inter_threads": 1, "intra_threads": torch.get_num_threads()}
+    if json.loads((folder / "config.json").read_text())["model_type"] == "gpt2":
+        decoder = ctranslate2.Generator(str(home), **how)
+        words = json.loads((home / "vocabulary.json").read_text())
+
+        def call(source: list[list[str]], job: Job) -> list[list[str]]:
+            limits = dict(max_length=job.new, min_length=job.new, include_prompt_in_result=False)
+            out = decoder.generate_batch(
+                source, beam_size=job.beams, max_batch_size=job.batch, **limits
+            )
+            return [result.sequences[0] for result in out]
+    else:
+        both = ctranslate2.Translator(str(home), **how)
+        words = Words(json.loads((folder / "config.json").read_text())["vocab_size"]).words
+
+        def call(source: list[list[str]], job: Job) -> list[list[str]]:
+            limits = dict(
+                max_decoding_length=job.new, min_decoding_length=job.new, max_batch_size=job.batch
+            )
+            out = both.translate_batch(source, beam_size=job.beams, **limits)
+            return [result.hypotheses[0] for result in out]
+
+    number = {word: i for i, word in enumerate(words)}
+
+    def work(job: Job) -> list[list[int]]:
+        found = call([[words[i] for i in prompt] for prompt in job.prompts], job)
+        return [[number[word] for word in row] for row in found]
+
+    return work
+
+
 @torch.inference_mode()
-def off(plain: Any, packed: Any, prompt: Sequence[int]) -> str:
+def off(folder: Path, precision: str) -> str:
     """What a speed costs: by how much logits differ from the plain model's. (What that means for a model which has
     learned something: bench/quality.py quantised.)"""
-    x = torch.tensor([list(prompt)])
+    import regard
+
+    plain = regard.load(folder, dtype=torch.float32)
+    x = torch.arange(3, 3 + PROMPT)[None]
     more = {"source": x} if plain.reads_source else {}
-    y, z = (m(x, **more).float() for m in (plain, packed))
+    y, z = (m(x, **more).float() for m in (plain, regard.prepare(plain, precision)))
     return f"logits off by {((z - y).norm() / y.norm()).item():.2%}"
 
 
 def report(
-    title: str, sides: dict[str, Side], tokens: int, repeats: int, notes: dict[str, str] | None = None
-) -> None:  # fmt: skip
+    title: str, sides: dict[str, Side], job: Job, repeats: int, notes: dict[str, str] | None = None
+) -> None:
     """Time the sides in turn and print a line for each."""
-    found: dict[str, list[list[int]]] = {}
-    calls = [lambda n=n, side=side: found.__setitem__(n, side()) for n, side in sides.items()]
-    times = dict(zip(sides, medians(calls, repeats), strict=True))
-    best = min((t for name, t in times.items() if name.startswith("transformers")), default=None)
+    found = {name: side(job)[1] for name, side in sides.items()}
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for i in range(repeats):
+        for name in sides if i % 2 else reversed(sides):
+            times[name].append(sides[name](job)[0])
+    medians = {name: statistics.median(t) for name, t in times.items()}
+    best = min((t for name, t in medians.items() if name.startswith("transformers")), default=None)
     truth = found.get("transformers fp32") or found.get("regard fp32") or next(iter(found.values()))
-    for name, seconds in times.items():
+    for name, seconds in medians.items():
         same = sum(a == b for a, b in zip(truth, found[name], strict=True))
         ratio = "" if best is None or name.startswith("transformers") else f"{best / seconds:.2f}"
-        print(f"{title:<26} {name:<18} {seconds * 1e3:>9.1f} {tokens / seconds:>9.1f} {ratio:>6}  "
-              f"{same}/{len(truth)} {(notes or {}).get(name, '')}".rstrip(), flush=True)  # fmt: skip
+        rate = len(job.prompts) * job.new / seconds
+        note = (notes or {}).get(name) or sides[name].note
+        print(f"{title:<26} {name:<18} {seconds * 1e3:>9.1f} {rate:>9.1f} {ratio:>6}  "
+              f"{same}/{len(truth)} {note}".rstrip(), flush=True)  # fmt: skip
     for p in ("fp32", "int8"):
-        if f"ctranslate2 {p}" in times and f"regard {p}" in times:
-            ratio = f"{times[f'ctranslate2 {p}'] / times[f'regard {p}']:.2f}"
-            print(f"{title:<26} regard {p} is {ratio} times as fast as ctranslate2 {p}")
+        if f"ctranslate2 {p}" in medians and f"regard {p}" in medians:
+            ratio = f"{medians[f'ctranslate2 {p}'] / medians[f'regard {p}']:.2f}"
+            print(f"{title:<26} regard {p} is {ratio} times as fast as ctranslate2 {p}", flush=True)
 
 
 # --- many requests ---
@@ -252,75 +380,6 @@ class Words:
         return {word: i for i, word in enumerate(self.words)}
 
 
-def make(side: str, folder: Path, lines: list[list[int]], new: int) -> Side:
-    """A side of the translation, its model read from the folder."""
-    library, precision = side.split()
-    vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
-    if library == "ctranslate2":
-        return translator(folder / precision, lines, new, Words(vocab).words)
-    if library == "regard":
-        import regard
-
-        kind = torch.float32 if precision == "fp32" else torch.bfloat16
-        read = regard.load(folder, dtype=kind)
-        model = regard.prepare(read, precision, consume=True)
-        return partial(ours, model, lines, BEAMS, new, [vocab - 1], BATCH * BEAMS)
-    import transformers
-
-    kind = torch.float32 if precision == "fp32" else torch.bfloat16
-    peer = transformers.MarianMTModel.from_pretrained(folder, dtype=kind)
-    peer.generation_config.eos_token_id = None  # the folder's config names one
-    order = sorted(range(len(lines)), key=lambda i: -len(lines[i]))
-
-    def run() -> list[list[int]]:
-        found: dict[int, list[int]] = {}
-        for at in range(0, len(order), BATCH):
-            part = order[at : at + BATCH]
-            out = theirs(peer, [lines[i] for i in part], BEAMS, new, [vocab - 1])
-            found |= dict(zip(part, out, strict=True))
-        return [found[i] for i in range(len(lines))]
-
-    return run
-
-
-def translator(folder: Path, lines: list[list[int]], new: int, words: list[str]) -> Side:
-    import ctranslate2
-
-    kind = "int8" if folder.name == "int8" else "float32"
-    engine = ctranslate2.Translator(
-        str(folder), compute_type=kind, inter_threads=1, intra_threads=torch.get_num_threads()
-    )
-    number = {word: i for i, word in enumerate(words)}
-    source = [[words[i] for i in line] for line in lines]
-
-    def run() -> list[list[int]]:
-        limits = dict(max_decoding_length=new, min_decoding_length=new, max_batch_size=BATCH)
-        out = engine.translate_batch(source, beam_size=BEAMS, **limits)
-        return [[number[word] for word in result.hypotheses[0]] for result in out]
-
-    return run
-
-
-def writer(folder: Path, prompts: Prompts, new: int) -> Side:
-    """CTranslate2's decoder, greedy, of prompts as they are."""
-    import ctranslate2
-
-    kind = "int8" if folder.name == "int8" else "float32"
-    engine = ctranslate2.Generator(
-        str(folder), compute_type=kind, inter_threads=1, intra_threads=torch.get_num_threads()
-    )
-    words = json.loads((folder / "vocabulary.json").read_text())
-    number = {word: i for i, word in enumerate(words)}
-    source = [[words[i] for i in prompt] for prompt in prompts]
-
-    def run() -> list[list[int]]:
-        limits = dict(max_length=new, min_length=new, include_prompt_in_result=False)
-        out = engine.generate_batch(source, beam_size=1, **limits)
-        return [[number[word] for word in result.sequences[0]] for result in out]
-
-    return run
-
-
 def convert(folder: Path, vocab: int) -> None:
     """The folder's weights for CTranslate2, in fp32 and in int8."""
     from ctranslate2.converters import TransformersConverter
@@ -341,27 +400,29 @@ def translate(args: argparse.Namespace) -> None:
         folder, lines = Path(home), sentences(args.quick)
         model = peer("marian", args.quick)
         model.save_pretrained(folder)
-        new = 4 if args.quick else LINE_NEW
-        (folder / "lines.json").write_text(json.dumps({"lines": lines, "new": new}))
+        vocab, new = model.config.vocab_size, 4 if args.quick else LINE_NEW
+        job = Job(lines, BEAMS, new, (vocab - 1,), BATCH)
+        (folder / "job.json").write_text(json.dumps(job))
         names = [f"regard {p}" for p in precisions()]
         if importlib.util.find_spec("ctranslate2"):
-            convert(folder, model.config.vocab_size)
+            convert(folder, vocab)
             names += ["ctranslate2 fp32", "ctranslate2 int8"]
         else:
             print("translate: without CTranslate2, which is not installed here")
         names = [name for name in names if wanted(name, args)]
         if wanted("transformers", args):
-            few = [make(f"transformers {p}", folder, lines[:BATCH], new) for p in floats()]
-            times = dict(zip(floats(), medians(few, 1)))  # only the better one does the whole work
-            names.insert(0, f"transformers {min(times, key=times.__getitem__)}")
-            said = ", ".join(f"{p} {seconds:.2f} s" for p, seconds in times.items())
-            print(f"translate: transformers on {min(BATCH, len(lines))} sentences: {said}")
-        sides = {name: make(name, folder, lines, new) for name in names}
+            few = job._replace(prompts=lines[:BATCH])
+            with apart([f"transformers {p}" for p in floats()], folder) as sides:
+                times = {name: side(few)[0] for name, side in sides.items()}
+            names.insert(
+                0, min(times, key=times.__getitem__)
+            )  # only the better one does the whole work
+            said = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in times.items())
+            print(f"translate: on {len(few.prompts)} sentences: {said}")
         notes = {name: "{:.0f} MB for the model and its work, {:.0f} MB the process".format(*peak(name, folder))
                  for name in names}  # fmt: skip
-        report(
-            f"translate {len(lines)} beams {BEAMS}", sides, len(lines) * new, args.repeats, notes
-        )
+        with apart(names, folder) as sides:
+            report(f"translate {len(lines)} beams {BEAMS}", sides, job, args.repeats, notes)
 
 
 def peak(side: str, folder: Path) -> list[float]:
@@ -374,13 +435,26 @@ def peak(side: str, folder: Path) -> list[float]:
 
 
 def measure_peak(side: str, folder: str) -> None:
-    given = json.loads((Path(folder) / "lines.json").read_text())
+    job = Job(*json.loads((Path(folder) / "job.json").read_text()))
     library = importlib.import_module(side.split()[0])
     for name in ("load", "prepare", "generate", "MarianMTModel"):
         getattr(library, name, None)  # libraries import what they need when they are asked for it
-    added = growth(lambda: make(side, Path(folder), given["lines"], given["new"])())
+    added = growth(lambda: make(side, Path(folder))(job))
     status = Path("/proc/self/status").read_text()
     print(added, int(status.split("VmHWM:")[1].split()[0]) * 1024)
+
+
+def prepare_process() -> None:
+    """What every process of this bench does first."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from regard.kernels.c.threads import use_threads
+
+    use_threads()
+    warnings.simplefilter("ignore")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
 
 
 def main() -> None:
@@ -392,17 +466,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="sides whose names have one of these words")
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from regard.kernels.c.threads import use_threads
-
-    use_threads()
-    warnings.simplefilter("ignore")
+    prepare_process()
     if args.peak:
         return measure_peak(*args.peak)
     import transformers
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     args.repeats = 1 if args.quick else args.repeats
     print(f"{header()}, transformers {transformers.__version__}")
     print(f"{'':<26} {'side':<18} {'ms':>9} {'tokens/s':>9} {'ratio':>6}  same")
