@@ -45,7 +45,7 @@ SECTIONS = {
         "docs/reference/commands.md", "docs/reference/presets.md", "docs/reference/words.md",
     ],
     "Mechanisms": ["docs/mechanisms"],
-    "Experiments": ["docs/experiments", "bench/RESULTS.md"],
+    "Experiments": ["docs/experiments", "bench/RESULTS.md", "bench/LOG.md"],
     "The texts": ["docs/texts.md", "docs/errata.md"],
     "The house": ["docs/architecture.md", "CONTRIBUTING.md", "CHANGELOG.md"],
 }  # fmt: skip

@@ -24,7 +24,7 @@ class Start:
     "t5": a matrix has std / sqrt(inputs), queries by sqrt(head_dim) less, for scores are not scaled; tables have `std`;
     "uniform": matrices lie within 1 / sqrt(inputs), tables have 1 / sqrt(dim) where the embedding multiplies by
     sqrt(dim), so that words and positions weigh alike. The paper of 2017 does not say; with Xavier's wider matrices
-    small models of its kind learned worse (bench/RESULTS.md, Multi30k);
+    small models of its kind learned worse (bench/LOG.md, Multi30k);
     "deit": class tokens and positions are 0;
     "modernbert": as "gpt2", the dense layer of a head and its vocabulary too; of labels 1 / sqrt(dim)."""
 
