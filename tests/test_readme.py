@@ -7,6 +7,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/guide.md", "docs/architecture.md", "bench/RESULTS.md")
+SHELVES = (
+    "bench/RESULTS.md",
+    "bench/LOG.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "docs/architecture.md",
+)
 
 
 def text(page: str) -> str:
@@ -31,3 +38,10 @@ def test_names_of_the_walk_exist() -> None:
         source = (ROOT / "regard" / file).read_text(encoding="utf-8")
         for word in name.split("."):
             assert re.search(rf"^ *(?:class|def) {word}\b", source, re.M), f"{name} in {file}"
+
+
+@pytest.mark.parametrize("page", SHELVES)
+def test_lines_fit_a_screen(page: str) -> None:
+    """At most 120 characters, tables too: these pages are read in an editor and in diffs."""
+    long = [f"{page}:{i}" for i, line in enumerate(text(page).splitlines(), 1) if len(line) > 120]
+    assert not long
