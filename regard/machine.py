@@ -1,5 +1,6 @@
 """What this machine has: devices, memory within the limits of the process, disks; and counts written for people."""
 
+import ctypes
 import os
 import re
 import shutil
@@ -55,6 +56,12 @@ def _groups(root: Path) -> Iterator[int]:
             if limit.isdigit() and used.isdigit():
                 stat = dict(line.split() for line in _text_of(folder / "memory.stat").splitlines())
                 yield int(limit) - int(used) + int(stat.get(names[2], 0))
+
+
+def trim() -> None:
+    """Give freed memory back to the system: the C library keeps it, and does not always find it again."""
+    if call := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        call(0)
 
 
 def free_disk(folder: Path) -> int:

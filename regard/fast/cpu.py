@@ -11,7 +11,6 @@ token per row is turned, stored and attended to where the cache lies, in rows or
 from __future__ import annotations
 
 import copy
-import ctypes
 import functools
 import math
 import threading
@@ -41,6 +40,7 @@ from regard.kernels.c.rows import attend_one, choose, enter, norm
 from regard.kernels.c.tape import Tape
 from regard.kernels.linear import PRECISIONS, feedback, half_is_fast, pack, possible
 from regard.layers import FeedForward, LMHead, RMSNorm, times
+from regard.machine import trim
 from regard.mask import Causal, Span, Visible
 from regard.models import Model
 from regard.models.adapt import Int4Linear, LowRank
@@ -233,19 +233,17 @@ class Join(Specialise):
     def back(self, module: nn.Module, precision: str) -> Tensor | None:
         found = self.inputs.get(id(module))
         # Numbers that no dtype holds (float16 has few) say nothing: such weights are rounded to the nearest.
-        return (
-            None
-            if found is None or not bool(found.isfinite().all())
-            else feedback(found, precision)
-        )
+        if found is None or not bool(found.isfinite().all()):
+            return None
+        return feedback(found, precision)
 
     def give_up(self, linears: Sequence[nn.Linear]) -> None:
         gone = [linear for linear in linears if id(linear.weight) in self.spent]
         for linear in gone:
             linear.weight.data = linear.weight.data.new_empty(0)
-        # The C library keeps what is freed, and does not find it again for memory that must be aligned.
-        if gone and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
-            trim(0)
+        # What is freed is not found again for memory that must be aligned.
+        if gone:
+            trim()
 
     def block(self, module: Block) -> nn.Module:
         """Products are joined where a block holds them; a sparse attention calls those of its inner one singly."""

@@ -41,7 +41,7 @@ from regard.evaluate.model import Opened, loaded, patches_of
 from regard.fast.invariant import invariant as steady
 from regard.files import resolve_model
 from regard.layers import LM, MLM, Classify
-from regard.machine import pick_device
+from regard.machine import pick_device, trim
 from regard.serve.edge import LOG, Exchange, Guard, Limits, Metrics, Refusal, late, refused
 from regard.serve.sandbox import About
 from regard.text import Stream, Tokenizer
@@ -49,6 +49,7 @@ from regard.text import Stream, Tokenizer
 BACKLOG = 4096  # tokens of an answer that a client may leave unread
 PAUSE = 39  # times as long as a look took, until the next one
 PATIENCE = 0.1  # seconds that a request waits for a row before long answers take turns
+REST = 2.0  # seconds without work, after which memory is given back
 HOLD = 0.02  # seconds: between two calls of the event loop, and to gather requests at the start
 LOOKED_AT = 256  # requests that ran, kept so that they can be looked into
 LOOKED_TOKENS = 1 << 16, 1 << 20  # of one of them, and of all
@@ -345,7 +346,7 @@ class Host:
             return
         with suppress(queue.Empty):
             if (self.engine is None or self.engine.idle) and not (self.jobs or self.looks):
-                self.inbox.get()()
+                self._next()()
                 # Requests that are on their way begin together.
                 end = time.monotonic() + HOLD
                 while self.models.exchanges > len(self.open) and time.monotonic() < end:
@@ -360,6 +361,13 @@ class Host:
             self._piece(self.jobs)
         if self.engine is not None and writes:
             self._tell(self.engine.step())
+
+    def _next(self) -> Callable[[], None]:
+        """What comes next. Once nothing has come for a while, memory that nobody uses goes back to the system."""
+        with suppress(queue.Empty):
+            return self.inbox.get(timeout=REST)
+        trim()
+        return self.inbox.get()
 
     def _warmed(self) -> bool:
         """While nobody waits: a piece of what steps put off, so that nobody waits for it. Where somebody always does,

@@ -87,7 +87,8 @@ def trained(vocabulary: int) -> Any:
     core.decoder = decoders.ByteLevel()
     more: Any = {"special_tokens": ["<|endoftext|>", "<|im_start|>"], "show_progress": False}
     more["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
-    files = [str(path) for path in root.rglob("*") if path.suffix in (".py", ".md", ".c", ".js")]
+    mine = (path for name in ("regard", "tests", "docs") for path in (root / name).rglob("*"))
+    files = sorted(str(path) for path in mine if path.suffix in (".py", ".md", ".c", ".js"))
     core.train(files, trainers.BpeTrainer(vocab_size=vocabulary, **more))
     return core
 
