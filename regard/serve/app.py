@@ -362,8 +362,8 @@ class Server(uvicorn.Server):
 
 
 def server_for(app: App) -> Server:
-    # Threads that hand on what a step said must not wait long for each other.
-    sys.setswitchinterval(0.001)
+    # A step lets go of Python's lock at each call of C, a hundred times, and may wait so long to have it back.
+    sys.setswitchinterval(0.0002)
     more: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
     more |= {"h11_max_incomplete_event_size": 64 << 10, "timeout_keep_alive": 30, "backlog": 16}
     more |= {"http": Protocol, "ws": "none", "lifespan": "on", "proxy_headers": False}

@@ -98,7 +98,8 @@ async def embeddings(app: Models, x: Exchange, body: shapes.Embedding) -> None:
             if longest is not None and len(row) > longest:
                 context = f"the model's context is {longest}"
                 raise UsageError(f"a text of input has {len(row)} tokens, {context}; shorten it")
-        return [torch.tensor(row) for row in rows]
+        # Three times as fast as torch.tensor, while other threads stand still.
+        return [torch.from_numpy(np.array(row, np.int64)) for row in rows]
 
     rows = await in_turn(app, given, read)
     sizes = [len(row) for row in rows]

@@ -108,7 +108,7 @@ class Tokenizer:
         """The parts of a text that have no token and become the unknown one, each once: what the model cannot read."""
         if self.special.unk is None:
             return []
-        encoding = (self.parts.source or self.core).encode(text, add_special_tokens=False)
+        encoding = _read(self.parts.source or self.core, text)
         ids: list[Any] = encoding.ids
         if self.parts.source is not None:
             ids = [self.core.token_to_id(piece) for piece in encoding.tokens]
@@ -162,12 +162,12 @@ class Tokenizer:
         with blaming("this text cannot be encoded"):
             core = self.literal(cutter or self.core) if literal else cutter or self.core
             if cutter is None:
-                return core.encode(text, add_special_tokens=special).ids
+                return _read(core, text, special).ids
             # Marian: pieces by SentencePiece, ids by vocab.json; a language code such as >>fr<< may come first.
             code = None if literal else re.match(">>.*?<<", text, re.DOTALL)
             first, text = (code[0], text[code.end() :]) if code else ("", text)
             pieces = [first] if first else []
-            pieces += core.encode(text, add_special_tokens=False).tokens
+            pieces += _read(core, text).tokens
             unk, ids = self.core.token_to_id("<unk>"), map(self.core.token_to_id, pieces)
             known = [unk if i is None or (literal and i in self._skipped) else i for i in ids]
             eos = [self.core.token_to_id("</s>")] if special else []
@@ -264,6 +264,11 @@ def needed(tokenizer: Tokenizer | None) -> Tokenizer:
             f"{build.WANTED})"
         )
     return tokenizer
+
+
+def _read(core: tokenizers.Tokenizer, text: str, special: bool = False) -> tokenizers.Encoding:
+    """As a batch of one: `core.encode` keeps Python's lock until it is through, so that other threads stand still."""
+    return core.encode_batch([text], add_special_tokens=special)[0]
 
 
 def _checked(ids: Iterable[int]) -> list[int]:
