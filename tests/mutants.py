@@ -4,7 +4,7 @@
     python -m tests.mutants --count 20 --seed 3  others
     python -m tests.mutants --only 17 42         these of them again, with what pytest says
 
-First the suite runs once to see which test calls which function, kept in .cache/mutants/map.json (--again makes it
+First `make test`'s suite runs once to see which test calls which function, kept in .cache/mutants/map.json (--again makes it
 anew). A mistake is a changed comparison, constant or sign, two swapped arguments or a dropped term; but not another
 size of a chunk or a room, where a comment at the name says that it is chosen for speed: any size gives the same. A
 survivor either changes no result, or shows a test that is missing. Not a part of CI: it takes as long as several
@@ -98,6 +98,7 @@ def pytest_sessionfinish() -> None:
 def make_map(jobs: int) -> None:
     shutil.rmtree(MAP.parent, ignore_errors=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.mutants", "-n", str(jobs)]
+    command += ["-m", "not wide"]
     subprocess.run(command, cwd=ROOT, env=environment(ROOT), check=False)
     calls: dict[str, Any] = {}
     for path in (MAP.parent / "parts").glob("*.json"):
