@@ -4,11 +4,11 @@
     python -m tests.mutants --count 20 --seed 3  others
     python -m tests.mutants --only 17 42         these of them again, with what pytest says
 
-First `make test`'s suite runs once to see which test calls which function, kept in .cache/mutants/map.json (--again makes it
-anew). A mistake is a changed comparison, constant or sign, two swapped arguments or a dropped term; but not another
-size of a chunk or a room, where a comment at the name says that it is chosen for speed: any size gives the same. A
-survivor either changes no result, or shows a test that is missing. Not a part of CI: it takes as long as several
-suites.
+First what `make test` runs is run once to see which test calls which function, kept in .cache/mutants/map.json (--again
+makes it anew). A mistake is a changed comparison, constant or sign, two swapped arguments or a dropped term; but not
+another size of a chunk or a room, where a comment at the name says that it is chosen for speed: any size gives the
+same. A survivor either changes no result, or shows a test that is missing. Not a part of CI: it takes as long as
+several suites.
 """
 
 from __future__ import annotations
