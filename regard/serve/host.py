@@ -50,6 +50,7 @@ BACKLOG = 4096  # tokens of an answer that a client may leave unread
 PAUSE = 39  # times as long as a look took, until the next one
 PATIENCE = 0.1  # seconds that a request waits for a row before long answers take turns
 REST = 2.0  # seconds without work, after which memory is given back
+TIDY = 10.0  # seconds with work, after which it is given back too: that takes some milliseconds
 HOLD = 0.02  # seconds: between two calls of the event loop, and to gather requests at the start
 LOOKED_AT = 256  # requests that ran, kept so that they can be looked into
 LOOKED_TOKENS = 1 << 16, 1 << 20  # of one of them, and of all
@@ -236,7 +237,7 @@ class Host:
         self.requests = self.tokens = self.numbers = 0
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.jobs, self.looks = deque[Job](), deque[Job]()
-        self.next_look = self.next_warm = 0.0
+        self.next_look = self.next_warm = self.next_trim = 0.0
         self.ended = self.closing = False
         # Whether what the first requests would wait for has been done: graphs of every number of rows.
         self.warm = self.engine is None or not self.engine.cold
@@ -354,6 +355,9 @@ class Host:
             while True:
                 self.inbox.get_nowait()()
         writes, began = self.engine is not None and not self.engine.idle, time.monotonic()
+        if began >= self.next_trim:
+            self.next_trim = began + TIDY
+            trim()
         if self.looks and (began >= self.next_look or not (writes or self.jobs)):
             self._piece(self.looks)
             self.next_look = time.monotonic() + PAUSE * (time.monotonic() - began)
