@@ -80,6 +80,7 @@ class WideLinear(nn.Linear):
     """A linear layer that stays float32 when a model is loaded in half precision."""
 
     wide = ("weight",)
+    same_as = nn.Linear
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias)

@@ -299,8 +299,8 @@ class Join(Specialise):
         # Whose absorbed form reads the weight itself.
         LatentAttention: lambda maker, m: maker.latent(m),
         MixtureOfExperts: lambda maker, m: maker.copy(m, router=maker.unpacked(m.router)),
-        # It holds its weights twice over.
-        nn.RNNBase: lambda maker, m: copy.copy(m),
+        # They hold their weights twice over.
+        **dict.fromkeys((nn.GRU, nn.LSTM, nn.RNN), lambda maker, m: copy.copy(m)),
     }
 
 
@@ -498,7 +498,7 @@ class NativeStack(PackedStack):
             step = self.tapes.found(key)
             if isinstance(step, Step):
                 return step.play(x, ctx, caches)
-            if step is None:
+            if step is None or not self.tapes.forms.get(tuple(map(type, caches)), True):
                 return super().forward(x, ctx, cross, caches)
             fresh = Step(x, ctx, cross, caches)
             with fresh.tape.recording():
@@ -506,10 +506,10 @@ class NativeStack(PackedStack):
             fresh.y = fresh.tape.settle(y)
             # Other steps of the same form are the same calls.
             form = tuple(map(type, caches))
-            if form not in self.tapes.whole:
-                assert fresh.tape.whole(fresh.y, y), "a part computes outside of the C code"
-                self.tapes.whole.add(form)
-            self.tapes.steps[key] = fresh
+            if form not in self.tapes.forms:
+                self.tapes.forms[form] = fresh.tape.whole(fresh.y, y)
+            if self.tapes.forms[form]:
+                self.tapes.steps[key] = fresh
             return y
         finally:
             self.tapes.lock.release()
@@ -599,7 +599,9 @@ class Tapes:
 
     def __init__(self, stack: Stack) -> None:
         self.lock, self.steps = threading.Lock(), dict[Any, Any]()
-        self.whole = set[Any]()  # forms of steps of which one was played and gave what it must
+        # Forms of steps, and whether one that was played gave what it must: a part of an order or a norm that we do not
+        # know may compute outside of the C code.
+        self.forms = dict[Any, bool]()
         self.stack = weakref.ref(stack)
 
     def found(self, key: Any) -> Step | bool | None:

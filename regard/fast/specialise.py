@@ -7,7 +7,8 @@
     print(fast.explain())              which parts are fast, which are not, and why
 
 A fast part is another module with the same call. It overrides one step of the plain one (`enter`, `mix`, `leave`,
-`widen`, `project`, ...), never its forward, and decides by what it is given, never by a model's name.
+`widen`, `project`, ...), never its forward, and decides by what it is given, never by a model's name. One that may
+stand in a plain model names the class that it computes the `same_as`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def share(kind: type[P], plain: nn.Module, **parts: nn.Module | None) -> P:
 @functools.cache
 def direct(kind: Any) -> Any:
     """`kind` without torch's hooks: a call is `forward` and nothing else, which a small model feels."""
-    return type(kind.__name__, (kind,), {"__call__": kind.forward})
+    return type(kind.__name__, (kind,), {"__call__": kind.forward, "same_as": kind})
 
 
 def mixed(part: Any, kind: Any) -> Any:
@@ -47,7 +48,20 @@ def mixed(part: Any, kind: Any) -> Any:
 
 @functools.cache
 def _mixed(bases: tuple[Any, ...]) -> Any:
-    return type(bases[-1].__name__, bases, {})
+    return type(bases[-1].__name__, bases, {"same_as": bases[-1]})
+
+
+T = TypeVar("T")
+
+
+def row_of(table: Mapping[type, T], kind: type) -> T | None:
+    """The row for a part of this kind: its own, or that of the class that it computes the `same_as`. A class that only
+    inherits from one of ours, as a stranger's may, computes something else: what is fast there would be wrong here."""
+    while kind not in table:
+        if "same_as" not in vars(kind):
+            return None
+        kind = vars(kind)["same_as"]
+    return table[kind]
 
 
 class Specialise:
@@ -69,7 +83,7 @@ class Specialise:
         return self.made[id(module)]
 
     def new(self, module: nn.Module) -> Any:
-        row = next((self.table[kind] for kind in type(module).__mro__ if kind in self.table), None)
+        row = self.row(type(module))
         if row is None:
             return self.copy(module)
         fast = row(self, module)
@@ -79,6 +93,9 @@ class Specialise:
             return self.copy(module)
         self.rows[plain, type(fast).__name__ + getattr(fast, "note", "")] += 1
         return fast
+
+    def row(self, kind: type) -> Row | None:
+        return row_of(self.table, kind)
 
     def copy(self, module: nn.Module, kind: Any = None, **parts: nn.Module | None) -> Any:
         """`module`, as a `kind` if given, with `parts` instead of its own; the rest is made."""
@@ -100,7 +117,7 @@ def replace(model: nn.Module, table: Mapping[type, Callable[[Any, nn.Module], An
                 continue
             if id(child) not in fast:
                 walk(child)
-                row = next((table[k] for k in type(child).__mro__ if k in table), None)
+                row = row_of(table, type(child))
                 fast[id(child)] = None if row is None else row(child, parent)
             if fast[id(child)] is not None:
                 parent._modules[name] = fast[id(child)]

@@ -69,6 +69,8 @@ class Recomputed(Block):
 
     About a third more work; activations of one block instead of all."""
 
+    same_as = Block
+
     def forward(self, x: Tensor, ctx: Context, cross: Context | None = None) -> Tensor:
         if not torch.is_grad_enabled():
             return super().forward(x, ctx, cross)
@@ -102,6 +104,8 @@ def checkpointed(model: M, layers: bool | tuple[int, ...] = True) -> M:
 class Joined(GroupedQueryAttention):
     """Self-attention whose queries, keys and values are one product, and so the gradient by its input."""
 
+    same_as = GroupedQueryAttention
+
     def enter(self, x: Tensor, ctx: Context) -> tuple[Tensor, dict[str, Tensor]]:
         if not torch.is_grad_enabled():
             return super().enter(x, ctx)
@@ -114,6 +118,8 @@ class Joined(GroupedQueryAttention):
 
 class Biased(FeedForward):
     """Its first bias is added where GELU is computed, in float32 on a CPU; elsewhere products add it for nothing."""
+
+    same_as = FeedForward
 
     def widen(self, x: Tensor) -> Tensor:
         if not takes_bias(x, self.up.bias):

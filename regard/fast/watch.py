@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from regard.attention.protocol import Context, Mechanism
 from regard.attention.sparse import SparseAttention
-from regard.fast.cuda import Normed, Pages, SlotIndexer, Stream, tensor
+from regard.fast.cuda.pages import Pages
+from regard.fast.cuda.parts import SlotIndexer
+from regard.fast.cuda.residual import Normed, Stream, tensor
 from regard.fast.specialise import Row, Specialise, mixed, share
 from regard.layers import Add, FeedForward
 from regard.mask import Visible
@@ -252,6 +254,9 @@ class Form(Specialise):
     def __init__(self, form: str):
         super().__init__()
         self.form = form
+
+    def row(self, kind: type) -> Row | None:
+        return self.table[Mechanism] if issubclass(kind, Mechanism) else None
 
     def hold(self, part: Mechanism) -> nn.Module:
         if self.form not in part.forms:

@@ -18,6 +18,7 @@ from regard.decode.search import ROOM
 from regard.decode.settings import Request, Result, Settings
 from regard.errors import UsageError
 from regard.fast import cuda
+from regard.fast.cuda import parts as cuda_parts
 from regard.kernels.triton import attention as gpu_attention
 from regard.kernels.triton import experts as gpu_experts
 from regard.kernels.triton import measured as gpu_measured
@@ -373,7 +374,7 @@ def test_states_alone_have_two_pages_for_each_row() -> None:
 
 
 def test_parts_without_a_kernel_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "ready", lambda x: True)
+    monkeypatch.setattr(cuda_parts, "ready", lambda x: True)
     monkeypatch.setattr(gpu_attention, "ready", lambda x: True)
     monkeypatch.setattr(gpu_experts, "ready", lambda x: True)
     for name, words in (

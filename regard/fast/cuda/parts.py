@@ -1,16 +1,14 @@
 """Target cuda: parts for a step of one token per row, or for prompts laid end to end, over pages of memory that stay
 where they are, as a CUDA graph must have it. Block and Stack run as they are; what flows through them is a `Stream`.
 
-Matrices that read the same input are one matrix (q|k|v, gate|up, and MLA's two down-projections), of which the plain
-model's are views from then on: nothing is held twice. A norm is left to the product that reads it, and of many rows a
-sum is left to the norm that reads it. Where kernels are off, or a shape has none, everything is torch;
-test_graphs_give_the_engine_tokens holds both against the model itself.
+Where kernels are off, or a shape has none, everything is torch; test_graphs_give_the_engine_tokens holds both against
+the model itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -20,9 +18,12 @@ from torch import Tensor, nn
 from regard.attention.delta import GatedDeltaRule
 from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
-from regard.attention.protocol import Context
+from regard.attention.protocol import Context, Mechanism
 from regard.attention.sparse import Indexer, SparseAttention, to_fp8
 from regard.block import Block, Stack
+from regard.fast.cuda.generic import GenericBlock, GenericMechanism, GenericPart
+from regard.fast.cuda.pages import Pages
+from regard.fast.cuda.residual import LeftNorm, Product, Stream, added, rms, tensor, vocabulary
 from regard.fast.specialise import Row, Specialise, direct
 from regard.kernels.fused import side_by_side
 from regard.kernels.triton import attention as gpu_attention
@@ -31,14 +32,13 @@ from regard.kernels.triton import prompt as gpu_prompt
 from regard.kernels.triton import sparse as gpu_sparse
 from regard.kernels.triton.experts import Experts, choose, experts, scores, suits
 from regard.kernels.triton.experts import reference as expert_reference
-from regard.kernels.triton.linear import ACTIVATIONS, MOST, Rms, linear, ready, reference
-from regard.kernels.triton.prompt import Pack
-from regard.kernels.triton.wide import HIGHEST, add_norm, gated, product, summed
-from regard.layers import FeedForward, LMHead, RMSNorm
+from regard.kernels.triton.linear import ready
+from regard.kernels.triton.wide import HIGHEST, summed
+from regard.layers import FeedForward, LMHead
 from regard.mask import Span
 from regard.models import Model
+from regard.models.adapt import Int4Linear, LowRank
 from regard.moe import MixtureOfExperts
-from regard.position import Rope
 
 SCORES = 2**25  # index scores of a prompt that are made at once
 
@@ -52,24 +52,15 @@ def why_not(model: Any) -> str:
     tower, position = (c.decoder, c.target.position) if two else (c.tower, c.embedding.position)
     if not tower.causal or (tower.cross and not two):
         return "its tower is not causal, or reads what no encoder of its own makes"
-    if not tower.residual:
-        return "its blocks have no residual"
     if two and model.decoder.cache_specs("cross") != model.decoder.cache_specs():
         return "its attention to the source keeps other shapes than that to the text"
     if tower.cross and (tower.cross.kind != "gqa" or tower.cross.gated):
         return "its attention to the source has latents, or a gate"
-    if tower.relative and any(a.kind != "gqa" for a in tower.each("attention")):
-        return "its attention has no kernel with a bias on positions"
     if c.head is None or c.head.kind != "lm":
         return "it has no language-model head"
     if position is not None and position.kind == "learned" and position.skip is not None:
         return "its positions skip tokens"
-    if any(
-        a.kind == "dsa" and (a.window or getattr(inner(a), "gated", False))
-        for a in tower.each("attention")
-    ):
-        return "its sparse attention has a window or a gate"
-    if any(type(m) is not nn.Linear for m in _products(getattr(model, model.writer))):
+    if any(isinstance(m, LowRank | Int4Linear) for m in model.modules()):
         return "its linear layers are packed, or have adapters: merge them first"
     if any(type(p.data) is not Tensor for p in model.parameters()):
         return "its weights are spread over several devices"
@@ -81,359 +72,16 @@ def inner(attention: Any) -> Any:
     return attention.attention if attention.kind == "dsa" else attention
 
 
-def _products(tower: nn.Module) -> list[nn.Module]:
-    names = {f"w{x}" for x in ("q", "k", "v", "g", "z", "o", "_dq", "_uq", "_dkv", "_ukv")}
-    names |= {"router", "gate", "up", "down"}
-    return [m for name, m in tower.named_modules() if name.rpartition(".")[2] in names]
-
-
-# --- what flows through the blocks --------------------------------------------------------------------------------
-
-
-def rms(norm: Any) -> Rms | None:
-    """An RMS norm as the kernels take it."""
-    return (norm.weight, norm.eps, float(norm.plus_one)) if isinstance(norm, RMSNorm) else None
-
-
-@dataclass
-class Stream:
-    """The residual stream (n m). What is added last may be left to the norm that reads it: always of many rows
-    (`wide`), and where it has a norm of its own or comes in parts."""
-
-    value: Tensor
-    wide: bool
-    fast: bool = True
-    more: Tensor | None = None  # to be added, perhaps in parts (s n m),
-    norm: Any = None  # after this norm
-
-    def add(self, product: Product, o: Tensor, norm: Any = None) -> Stream:
-        """The stream with what `product` makes of o."""
-        if self.wide:
-            return self.plus(product.wide(o, split=True), norm)
-        if norm is not None:
-            return self.plus(product(o), norm)
-        return Stream(product(o, residual=self.whole()), False, self.fast)
-
-    def plus(self, y: Tensor, norm: Any = None) -> Stream:
-        """The stream with y (n m), or parts of it (s n m)."""
-        return Stream(self.whole(), self.wide, self.fast, y, norm)
-
-    def whole(self) -> Tensor:
-        """All of it added up."""
-        return tensor(self)
-
-
-@dataclass
-class Normed:
-    """A stream whose norm is left to the product that reads it."""
-
-    stream: Stream
-    norm: Any
-    made: Tensor | None = None
-
-    def take(self, rows: Tensor) -> Normed:
-        s = self.stream
-        more = None if s.more is None else s.more[..., rows, :]
-        return Normed(Stream(s.value[rows], s.wide, s.fast, more, s.norm), self.norm)
-
-    def tensor(self) -> Tensor:
-        """The sum made, in the stream too, and normed."""
-        if self.made is not None:
-            return self.made
-        s, norm = self.stream, self.norm
-        if s.more is not None and s.norm is not None and rms(s.norm) is None:
-            plus = s.more.sum(0).to(s.value.dtype) if s.more.dim() == 3 else s.more
-            s.more, s.norm = s.norm(plus), None
-        s.value, y = add_norm(s.value, s.more, rms(norm), rms(s.norm), s.fast)
-        s.more = s.norm = None
-        self.made = y if norm is None or rms(norm) is not None else norm(y)
-        return self.made
-
-
-def tensor(x: Stream | Normed) -> Tensor:
-    return (x if isinstance(x, Normed) else Normed(x, None)).tensor()
-
-
-class LeftNorm(nn.Module):
-    """A norm of the stream, for the product that reads it; `made` at once where the stream itself is normed."""
-
-    def __init__(self, norm: Any, made: bool = False):
-        super().__init__()
-        self.norm, self.made = norm, made
-
-    def forward(self, x: Stream) -> Any:
-        left = Normed(x, self.norm)
-        return Stream(left.tensor(), x.wide, x.fast) if self.made else left
-
-
-@dataclass
-class Product:
-    """act(x W^T + b) + residual, x perhaps still to be normed. `fast` is whether kernels may be used."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-    act: str = ""
-    gated: bool = False
-    fast: bool = True
-
-    @classmethod
-    def of(cls, modules: list[Any], **more: Any) -> Product:
-        """Linear layers that read the same x, as one."""
-        bias = None
-        if any(m.bias is not None for m in modules):
-            each = [
-                m.weight.new_zeros(len(m.weight)) if m.bias is None else m.bias for m in modules
-            ]
-            bias = joined(each, [m.bias for m in modules])
-        weights = [m.weight for m in modules]
-        return cls(joined(weights, weights), bias, **more)
-
-    def __call__(
-        self, x: Tensor | Normed | Stream, split: bool = False, residual: Tensor | None = None
-    ) -> Tensor:
-        norm = None
-        if isinstance(x, Stream):
-            x = Normed(x, None)
-        if isinstance(x, Normed):
-            if x.stream.wide:
-                return self.wide(x.tensor(), split)
-            norm = rms(x.norm) if x.stream.more is None else None
-            x = x.tensor() if norm is None else x.stream.value
-        elif len(x) > MOST and residual is None:
-            return self.wide(x, split)
-        form = linear if self.fast else reference
-        return form(
-            x,
-            self.weight,
-            self.bias,
-            norm=norm,
-            act=self.act,
-            gated=self.gated,
-            residual=residual,
-        )
-
-    def wide(self, x: Tensor, split: bool = False) -> Tensor:
-        """Of many rows; with `split` perhaps in parts (s n o)."""
-        if self.gated:
-            return gated(x, self.weight, self.bias, self.act, self.fast)
-        return ACTIVATIONS[self.act](product(x, self.weight, self.bias, self.fast, split))
-
-
-def joined(parts: Sequence[Tensor], owners: Sequence[Tensor | None]) -> Tensor:
-    """Matrices, or biases, one under the other. What owns them owns a view of the whole from now on."""
-    first = parts[0].detach()
-    if len(parts) == 1:
-        return first
-    size = (sum(map(len, parts)), *first.shape[1:])
-    ends = [part.data_ptr() + part.nbytes for part in parts]
-    if all(end == part.data_ptr() for end, part in zip(ends, parts[1:], strict=False)) and all(
-        part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for part in parts
-    ):
-        # They were joined before.
-        return first.as_strided(size, first.stride())
-    whole = torch.cat([part.detach() for part in parts])
-    views = whole.split([len(part) for part in parts])
-    for owner, view in zip(owners, views, strict=True):
-        if owner is not None:
-            owner.data = view
-    return whole
-
-
-@dataclass
-class Pages:
-    """The caches of all layers, pages that are named by a block table (b places), and what is asked now: a step at
-    positions `pos` (b), no row that counts longer than `bound`, or the prompts of a `pack`. States of fixed size have a
-    place for every row; those of rows that are not `live` stay as they are."""
-
-    stores: list[dict[str, Tensor]]  # of each layer: (pages page ...)
-    table: Tensor
-    length: int
-    pos: Tensor | None = None
-    live: Tensor | None = None
-    bound: int = 0
-    pack: Pack | None = None
-    index: int = 0
-    entries: slice = field(default_factory=lambda: slice(None))
-    states: list[dict[str, Tensor]] = field(default_factory=list)  # of each layer: (rows ...)
-    memo: dict[Any, Any] = field(default_factory=dict)
-
-    def layer(self, index: int) -> Pages:
-        return replace(self, index=index)
-
-    def only(self, entries: slice) -> Pages:
-        """Some of what a layer's tokens leave behind."""
-        return replace(self, entries=entries)
-
-    @property
-    def mine(self) -> tuple[Tensor, ...]:
-        return tuple(self.stores[self.index].values())[self.entries]
-
-    @property
-    def longest(self) -> int:
-        """No text that counts is longer."""
-        return self.bound if self.pack is None else self.pack.sizes.whole or self.pack.sizes.longest
-
-    def each(self, most: int) -> Iterator[tuple[slice, Pages]]:
-        """A step as it is, or the tokens of a pack, up to `most` at once, as rows of steps."""
-        if (pack := self.pack) is None:
-            yield slice(None), self
-            return
-        for i in range(0, len(pack.pos), most):
-            rows = slice(i, i + most)
-            table = pack.table[pack.row[rows]].int()
-            yield (
-                rows,
-                replace(self, pack=None, table=table, pos=pack.pos[rows], bound=self.longest),
-            )
-
-    def at(self, spots: Tensor, real: Tensor) -> tuple[Tensor, ...]:
-        """What tokens of the pool (n k) left behind, (n k ...); zero where one is not `real`."""
-        spots = spots.long().where(real, 0)
-        each = (memory.flatten(0, 1)[spots] for memory in self.mine)
-        return tuple(x.masked_fill(~real.view(*real.shape, *[1] * (x.dim() - 2)), 0) for x in each)
-
-    def store(self, *new: Tensor) -> None:
-        """What each token (n ...) leaves behind, in its page."""
-        if self.pos is not None and self.pack is None and ready(self.mine[0]):
-            for memory, x in zip(self.mine, new, strict=True):
-                gpu_latent.put(x.flatten(1), memory.flatten(2), self.table, self.pos)
-            return
-        pack, size = self.pack, self.mine[0].shape[1]
-        if pack is not None:
-            table, row, pos = pack.table, pack.row, pack.pos
-        else:
-            assert self.pos is not None
-            table, pos = self.table, self.pos
-            row = torch.arange(len(pos), device=pos.device)
-        page = table[row, pos // size].long()
-        for memory, x in zip(self.mine, new, strict=True):
-            memory[page, pos % size] = x
-
-    def kept(self) -> tuple[Tensor, ...]:
-        """What every token so far left behind, (b s ...): of the first `bound` places in a step, of whole texts in a
-        pack. Zero where no token is: what others left there may be no number."""
-        pack, size = self.pack, self.mine[0].shape[1]
-        if pack is not None:
-            table, s, lengths = pack.table, pack.sizes.whole, pack.totals
-        else:
-            assert self.pos is not None
-            table, s, lengths = self.table, self.bound, self.pos + 1
-        pages = table[:, : -(-s // size)].long()
-        real = torch.arange(s, device=lengths.device) < lengths[:, None]
-        each = (memory[pages].flatten(1, 2)[:, :s] for memory in self.mine)
-        return tuple(x.masked_fill(~real.view(*real.shape, *[1] * (x.dim() - 2)), 0) for x in each)
-
-    def keep(self) -> tuple[dict[str, Tensor], Span]:
-        """All that lies in the pages of a step's rows, or of a pack's texts, and their positions, as a cache gives
-        them; past the end of a text what others left there."""
-        table = (self.table if self.pack is None else self.pack.table).long()
-        stores = self.stores[self.index]
-        each = {name: x[table].flatten(1, 2) for name, x in stores.items()}
-        size = next((x.shape[1] for x in each.values()), 0)
-        return each, Span.run(0, size, table.device)
-
-    # As a cache has it: nothing is forgotten.
-    window: ClassVar[None] = None
-
-    @property
-    def state(self) -> dict[str, Tensor]:
-        """Of every row of the step, or of every prompt: nothing where a text begins."""
-        mine, pack = self.states[self.index], self.pack
-        if pack is None:
-            assert self.pos is not None
-            return {name: x[: len(self.pos)] for name, x in mine.items()}
-        new = pack.starts == 0
-        return {name: x[pack.homes].masked_fill(_as(new, x), 0) for name, x in mine.items()}
-
-    def put(self, state: dict[str, Tensor], past: Any) -> None:
-        """`past`, what takes tokens back, is not asked for here."""
-        for name, x in self.states[self.index].items():
-            if self.pack is not None:
-                x[self.pack.homes] = state[name].to(x.dtype)
-            else:
-                assert self.live is not None
-                old = x[: len(self.live)]
-                old.copy_(torch.where(_as(self.live > 0, x), state[name].to(x.dtype), old))
-
-    def part(self) -> None:
-        """The prompts' last states, to every row that goes on from them."""
-        assert self.pack is not None
-        source = self.pack.homes[self.pack.row[self.pack.last]]
-        for states in self.states:
-            for x in states.values():
-                x[self.pack.rows] = x[source]
-
-    def chosen(self, k: int) -> Tensor:
-        """Which of k chosen tokens there are: (b k)."""
-        assert self.pos is not None
-        return torch.arange(k, device=self.pos.device) <= self.pos[:, None]
-
-    @property
-    def gap(self) -> Tensor:
-        """How many tokens back each of the first `bound` places is in a step: (b 1 bound)."""
-        assert self.pos is not None
-        return self.pos[:, None, None] - torch.arange(self.bound, device=self.pos.device)
-
-    def seen(self, window: int | None) -> Tensor:
-        """Which of the first `bound` places a step may see: (b 1 1 bound)."""
-        gap = self.gap
-        near = (gap >= 0) if window is None else (gap >= 0) & (gap < window)
-        return near[:, None]
-
-    def bias(self, relative: Any) -> Tensor | None:
-        """What is added to the score of a key so many tokens back, (h n); the last counts for all farther ones."""
-        if relative is not None and relative not in self.memo:
-            far = getattr(relative.config, "max_distance", self.length)
-            at = torch.arange(min(far + 1, self.length), device=self.table.device)
-            self.memo[relative] = relative(at[-1:, None], at[None])[0, :, 0].flip(-1).contiguous()
-        return self.memo.get(relative)
-
-    def angles(self, rope: Rope, dim: int) -> tuple[Tensor, Tensor]:
-        """cos and sin for every position, (length r/2) each."""
-        if (rope, dim) not in self.memo:
-            like = self.mine[0]
-            at = torch.arange(self.length, device=like.device)
-            wide = torch.promote_types(like.dtype, torch.float32)
-            cos, sin = rope.angles(at[None], dim, wide if rope.wide else like.dtype)
-            self.memo[rope, dim] = cos[0, :, 0].contiguous(), sin[0, :, 0].contiguous()
-        return self.memo[rope, dim]
-
-
-def _as(rows: Tensor, x: Tensor) -> Tensor:
-    """(b) as (b 1 ...), as many axes as x has."""
-    return rows.view(-1, *[1] * (x.dim() - 1))
-
-
-@dataclass
-class SlotContext(Context):
-    """Angles come from a table: a graph may not wait for numbers that the host makes."""
-
-    def angles(self, rope: Rope, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        slots: Any = self.store
-        cos, sin = (x[self.pos.index][:, :, None] for x in slots.angles(rope, dim))
-        return cos, sin
-
-    def turn(
-        self, x: Tensor, rope: Rope | None, layout: str | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        """By one kernel in a step, where there is one; into `out`, which may be x."""
-        slots: Any = self.store
-        if rope is None or slots.pack is not None or not ready(x) or x.stride(-1) != 1:
-            y = super().turn(x, rope, layout)
-            return y if out is None else out.copy_(y)
-        paired, at = (layout or rope.layout) != "half", self.pos.index.flatten()
-        to = None if out is None else out.flatten(0, 1)
-        y = gpu_latent.turn(x.flatten(0, 1), slots.angles(rope, x.shape[-1]), at, paired, to)
-        return y.view(x.shape) if out is None else out
-
-
-# --- the parts ----------------------------------------------------------------------------------------------------
+# Orders of a block that leave sums and norms to who reads them; any other runs over tensors.
+STREAMED = ("pre", "post", "sandwich", "inner", "parallel")
 
 
 class Cuda(Specialise):
-    def __init__(self, kernels: bool):
+    """`biased`: whether attention has a bias on positions."""
+
+    def __init__(self, kernels: bool, biased: bool):
         super().__init__()
-        self.kernels = kernels
+        self.kernels, self.biased = kernels, biased
 
     def kind(self, kind: Any) -> Any:
         return direct(kind)
@@ -445,12 +93,51 @@ class Cuda(Specialise):
         """What `explain` adds where a part has no kernel."""
         return f", by torch's operations: {why}" if why and self.kernels and ready(weight) else ""
 
+    def new(self, module: nn.Module) -> Any:
+        """What has no row runs as it is: a mechanism, what stands for a feed-forward (`feeding`), a block."""
+        if isinstance(module, Block) and self.row(type(module)) is None:
+            return self.over_tensors(module, "it has no fast form")
+        return self.part(module) if isinstance(module, Mechanism) else super().new(module)
+
+    def part(self, m: nn.Module) -> nn.Module:
+        """A mechanism, or what stands for a feed-forward: as it is where the table has no row."""
+        if self.row(type(m)) is not None:
+            return super().new(m)
+        new = self.generic(m, "it has no fast form")
+        self.rows[type(m).__name__, f"{type(new).__name__}{new.note}"] += 1
+        return new
+
+    def generic(self, m: nn.Module, why: str) -> Any:
+        form: Any = GenericMechanism if isinstance(m, Mechanism) else GenericPart
+        new = form(m)
+        new.note = f", as it is: {why}"
+        return new
+
+    def unlike(self, *linears: nn.Module | None) -> str:
+        """Why these cannot be one product, or nothing."""
+        others = [m for m in linears if m is not None and type(m) is not nn.Linear]
+        return f"it has a {type(others[0]).__name__}" if others else ""
+
     def block(self, m: Block) -> nn.Module:
+        if m.order not in STREAMED or not m.residual:
+            why = f"its order is {m.order}" if m.residual else "it has no residual"
+            return self.over_tensors(m, why)
         names = ("norm1", "norm3") if m.cross is None else ("norm1", "norm2", "norm3")
         parts: dict[str, Any] = {n: LeftNorm(getattr(m, n), m.order == "post") for n in names}
         if m.cross is not None:
             parts["cross"] = self.cross(m.cross)
-        return self.copy(m, **parts)
+        return self.copy(m, ffn=self.feeding(m.ffn), **parts)
+
+    def over_tensors(self, m: Block, why: str) -> nn.Module:
+        self.rows[type(m).__name__, f"GenericBlock, over tensors: {why}"] += 1
+        cross = None if m.cross is None else self.cross(m.cross)
+        return GenericBlock(self.copy(m, ffn=self.feeding(m.ffn), cross=cross))
+
+    def feeding(self, m: nn.Module) -> nn.Module:
+        """What stands for a feed-forward; layers may share it."""
+        if id(m) not in self.made:
+            self.made[id(m)] = self.part(m)
+        return self.made[id(m)]
 
     def cross(self, m: Any) -> nn.Module:
         new = self.copy(m, SlotCross)
@@ -460,6 +147,8 @@ class Cuda(Specialise):
         return new
 
     def attention(self, m: Any) -> nn.Module:
+        if why := self.unlike(m.wq, m.wk, m.wv, m.wo, m.wg):
+            return self.generic(m, why)
         new, c = self.copy(m, SlotAttention), m.config
         gate = [] if m.wg is None else [m.wg]
         new.first, new.out = self.product(m.wq, m.wk, m.wv, *gate), self.product(m.wo)
@@ -474,6 +163,8 @@ class Cuda(Specialise):
         return new
 
     def experts(self, m: Any) -> nn.Module:
+        if why := self.unlike(m.router):
+            return self.generic(m, why)
         new = self.copy(m, SlotExperts)
         biases = None if m.gate_bias is None else (m.gate_bias, m.up_bias, m.down_bias)
         act, limit = m.config.activation, m.config.limit
@@ -484,6 +175,8 @@ class Cuda(Specialise):
         return new
 
     def latent(self, m: Any) -> nn.Module:
+        if why := self.unlike(m.w_dq, m.w_uq, m.w_dkv, m.w_ukv, m.wo) or self.no_bias:
+            return self.generic(m, why)
         new = self.copy(m, SlotLatent)
         query = m.w_uq if m.w_dq is None else m.w_dq
         new.first, new.first_width = self.product(query, m.w_dkv), (len(query.weight), m.c, m.r)
@@ -499,19 +192,35 @@ class Cuda(Specialise):
         new.product, new.kernels = self.product(m.wq), self.kernels
         return new
 
+    @property
+    def no_bias(self) -> str:
+        return "no kernel of it has a bias on positions" if self.biased else ""
+
     def sparse(self, m: Any) -> nn.Module:
-        new, inner = self.copy(m, SlotSparse), m.attention
-        if isinstance(inner, LatentAttention):
-            query = inner.w_uq if inner.w_dq is None else inner.w_dq
-            new.attention.first = self.product(query, inner.w_dkv, m.indexer.wk)
+        why = "its choice has a window" if m.config.window else self.no_bias
+        why = why or (
+            "its attention has a gate" if getattr(inner(m.config), "gated", False) else ""
+        )
+        if type(m.attention) not in self.table:
+            why = why or f"it chooses keys for a {type(m.attention).__name__}"
+        if why:
+            return self.generic(m, why)
+        new, attention = self.copy(m, SlotSparse), m.attention
+        if isinstance(attention, LatentAttention):
+            query = attention.w_uq if attention.w_dq is None else attention.w_dq
+            new.attention.first = self.product(query, attention.w_dkv, m.indexer.wk)
         return new
 
     def delta(self, m: Any) -> nn.Module:
+        if why := self.unlike(m.wo):
+            return self.generic(m, why)
         new = self.copy(m, SlotDelta)
         new.out, new.note = self.product(m.wo), self.note(m.wo.weight, "its state has no kernel")
         return new
 
     def feed_forward(self, m: Any) -> nn.Module:
+        if why := self.unlike(m.gate, m.up, m.down):
+            return self.generic(m, why)
         both = [m.up] if m.gate is None else [m.gate, m.up]
         new = self.copy(m, SlotFeedForward)
         new.first = self.product(*both, act=m.config.activation, gated=m.gate is not None)
@@ -537,7 +246,9 @@ class Cuda(Specialise):
 def decoder(model: Model, kernels: bool = True) -> Any:
     """The model out of these parts. It shares the model's weights, but for MLA's, which are laid out anew by head."""
     plain: Any = model
-    maker, head, weight = Cuda(kernels), plain.head, getattr(plain, plain.words).weight
+    biased = getattr(plain, plain.writer).config.relative is not None
+    maker, head = Cuda(kernels, biased), plain.head
+    weight = getattr(plain, plain.words).weight
     parts = {"head": maker.copy(head, SlotHead)}
     if plain.reads_source:
         parts |= {"source": plain.source, "encoder": plain.encoder}
@@ -547,24 +258,6 @@ def decoder(model: Model, kernels: bool = True) -> Any:
     new.head.product = vocabulary(own, head.bias, kernels)
     new.parts = dict(maker.rows)
     return new
-
-
-def vocabulary(weight: Tensor, bias: Tensor | None, kernels: bool) -> Product:
-    """The head's product. On a GPU it has rows for a multiple of 8 tokens, without which matrix products there are
-    several times slower; those added have a logit of -infinity."""
-    if weight.is_cuda and len(weight) % 8:
-        bias = lengthened(weight.new_zeros(len(weight)) if bias is None else bias, -torch.inf)
-        weight = lengthened(weight, 0.0)
-    return Product(weight.detach(), bias, fast=kernels)
-
-
-def lengthened(x: Tensor, value: float) -> Tensor:
-    """x with rows up to a multiple of 8, of which x itself is a view from then on."""
-    more = x.new_full((-len(x) % 8, *x.shape[1:]), value)
-    if x.storage_offset() or x.untyped_storage().nbytes() != x.nbytes + more.nbytes:
-        return joined([x, more], [x, None])
-    # It was before.
-    return x.detach().as_strided((len(x) + len(more), *x.shape[1:]), x.stride())
 
 
 class SlotHead(LMHead):
@@ -592,7 +285,7 @@ class SlotFeedForward(FeedForward):
         return self.first(x)
 
     def leave(self, h: Tensor, residual: Any) -> Any:
-        return self.out(h) if residual is None else residual.add(self.out, h, self.add.norm)
+        return added(self.add, self.out, h, residual)
 
 
 class SlotExperts(MixtureOfExperts):
@@ -624,7 +317,11 @@ class SlotExperts(MixtureOfExperts):
         return summed(shared, out)
 
     def leave(self, out: Tensor, residual: Any) -> Any:
-        return residual.plus(out, self.add.norm)
+        return (
+            residual.plus(out, self.add.norm)
+            if isinstance(residual, Stream)
+            else self.add(out, residual)
+        )
 
 
 @dataclass
@@ -726,7 +423,7 @@ class SlotAttention(GroupedQueryAttention):
         return tuple(y.flatten(0, 1).contiguous() for y in each)  # type: ignore[return-value]
 
     def leave(self, o: Tensor, residual: Any = None) -> Any:
-        return residual.add(self.out, o, self.add.norm)
+        return added(self.add, self.out, o, residual)
 
 
 class SlotCross(SlotAttention):
@@ -845,7 +542,7 @@ class SlotLatent(LatentAttention):
         return Asked(queries, x if self.second is None else low, new, more)
 
     def leave(self, o: Tensor, residual: Any = None) -> Any:
-        return residual.add(self.out, o, self.add.norm)
+        return added(self.add, self.out, o, residual)
 
 
 class SlotDelta(GatedDeltaRule):
@@ -867,7 +564,7 @@ class SlotDelta(GatedDeltaRule):
         return super().weigh(o, tensor(x))
 
     def leave(self, o: Tensor, residual: Any = None) -> Any:
-        return residual.add(self.out, o.flatten(1), self.add.norm)
+        return added(self.add, self.out, o.flatten(1), residual)
 
 
 class SlotIndexer(Indexer):
@@ -959,7 +656,7 @@ class SlotSparse(SparseAttention):
 
     def leave(self, o: Tensor, residual: Any = None) -> Any:
         attention: Any = self.attention
-        return residual.add(attention.out, o, self.add.norm)
+        return added(self.add, attention.out, o, residual)
 
 
 def each_head(x: Tensor, w: Tensor, out: Tensor) -> Tensor:

@@ -1,0 +1,137 @@
+"""What has no fast form runs as it is: a mechanism over rows that are gathered from the pages, a feed-forward over
+tokens, a block over a stream that is added up. Slower, and right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from regard.attention.protocol import Context
+from regard.block import Block
+from regard.fast.cuda.pages import Pages
+from regard.fast.cuda.residual import Stream, tensor
+from regard.mask import Span
+from regard.position import Rope
+
+
+@dataclass
+class Rows:
+    """The tokens of a call in rows, as plain mechanisms read them: one token for each row of a step, or the prompts of
+    a pack side by side, shorter ones with padding behind them."""
+
+    span: Span  # positions (b t) of the tokens, -1 of padding
+    kept: Span  # positions (b s) of all that their texts have left behind so far
+
+    @classmethod
+    def of(cls, slots: Pages) -> Rows:
+        pack = slots.pack
+        if pack is None:
+            assert slots.pos is not None
+            now = slots.pos[:, None]
+            return cls(Span(now), Span(_until(slots.bound, now)))
+        place = torch.arange(pack.grid.shape[1], device=pack.grid.device)
+        real = place < (pack.totals - pack.starts)[:, None]
+        span = Span(torch.where(real, place + pack.starts[:, None], -1))
+        if not pack.sizes.whole:
+            return cls(span, span)
+        return cls(span, Span(_until(pack.sizes.whole, pack.totals[:, None] - 1)))
+
+    def laid(self, x: Tensor, slots: Pages) -> Tensor:
+        """Tokens (n ...) in rows (b t ...)."""
+        return x[:, None] if slots.pack is None else x[slots.pack.grid]
+
+    def tokens(self, x: Tensor, slots: Pages) -> Tensor:
+        """The way back."""
+        return x[:, 0] if slots.pack is None else x.flatten(0, 1)[slots.pack.back]
+
+
+def _until(size: int, last: Tensor) -> Tensor:
+    """Positions 0, 1, ... up to the last one of each row (b 1), then -1: (b size)."""
+    at = torch.arange(size, device=last.device)
+    return torch.where(at <= last, at, -1)
+
+
+class GatheredLayer:
+    """One layer's pages, as a plain mechanism asks a cache."""
+
+    # As a cache has it: nothing is forgotten.
+    window: ClassVar[None] = None
+
+    def __init__(self, slots: Pages, rows: Rows):
+        self.slots, self.rows = slots, rows
+
+    def keep(self, **entries: Tensor) -> tuple[dict[str, Tensor], Span]:
+        slots, names = self.slots, list(self.slots.stores[self.slots.index])
+        slots.store(*(self.rows.tokens(entries[name], slots) for name in names))
+        if slots.pack is not None and not slots.pack.sizes.whole:
+            return entries, self.rows.kept
+        return dict(zip(names, slots.kept(), strict=True)), self.rows.kept
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return self.slots.state
+
+    def put(self, state: dict[str, Tensor], past: Any) -> None:
+        self.slots.put(state, past)
+
+
+@dataclass
+class RowsContext(Context):
+    """Angles come from a table: a graph may not wait for numbers that the host makes."""
+
+    def angles(self, rope: Rope, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        layer: Any = self.store
+        at = self.pos.index.clamp(min=0)
+        cos, sin = (x[at][:, :, None].to(dtype) for x in layer.slots.angles(rope, dim))
+        return cos, sin
+
+
+class GenericMechanism(nn.Module):
+    """A mechanism as it is, over rows that are gathered from the pages."""
+
+    def __init__(self, part: nn.Module):
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Any, ctx: Context, residual: Any = None) -> Any:
+        slots: Any = ctx.store
+        rows = ctx.once("rows", lambda: Rows.of(slots))
+        more: dict[str, Any] = {"mask": ctx.mask, "relative": ctx.relative, "site": ctx.site}
+        # Of a step alone: a Context keeps what its layers share, by the positions that they have.
+        more["memo"] = ctx.once("memo of rows", dict)
+        layer: Any = GatheredLayer(slots, rows)
+        within = RowsContext(rows.span, store=layer, **more)
+        y = self.part(rows.laid(tensor(x), slots), within)
+        return onto(residual, rows.tokens(y, slots))
+
+
+class GenericPart(nn.Module):
+    """A part that looks at no other token, such as a feed-forward, as it is."""
+
+    def __init__(self, part: nn.Module):
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Any, residual: Any = None) -> Any:
+        return onto(residual, self.part(tensor(x)[None])[0])
+
+
+class GenericBlock(nn.Module):
+    """A block whose order is not one that leaves sums and norms to others: its parts read and give tensors."""
+
+    def __init__(self, block: Block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Stream, ctx: Context, cross: Context | None = None) -> Stream:
+        return Stream(self.block(tensor(x), ctx, cross), x.wide, x.fast)
+
+
+def onto(residual: Any, y: Tensor) -> Any:
+    """y on the stream, on a tensor, or alone."""
+    if residual is None:
+        return y
+    return residual.plus(y) if isinstance(residual, Stream) else residual + y

@@ -1,0 +1,101 @@
+"""What a stranger adds runs on every runner: without a fast form by the generic part, in the same engine, right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import regard
+from regard.attention.multihead import GroupedQueryAttention
+from regard.attention.protocol import Context
+from regard.block import Block
+from regard.layers import FeedForward
+
+PROMPTS = [[5, 9, 2, 7], [3, 3, 8, 1, 4, 6, 2, 9, 9], [11]]
+
+
+def build(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    model = regard.build(
+        "llama", vocab=60, layers=2, dim=64, heads=4, kv_heads=2, max_len=128, **changes
+    )
+    for p in model.parameters():
+        p.data.mul_(2.0 if p.dim() > 1 else 1.0)
+    return model.eval()
+
+
+class Squared(GroupedQueryAttention):
+    """Softmax of the squares of scores: a subclass of ours that computes something else."""
+
+    def mix(self, q: Tensor, kept: dict[str, Tensor], mask: Any, ctx: Context, bias: Any) -> Tensor:
+        return super().mix(q * q.sign().mean(-1, keepdim=True), kept, mask, ctx, bias)
+
+
+class Sines(FeedForward):
+    def widen(self, x: Tensor) -> Tensor:
+        return 8 * torch.sin(20 * super().widen(x))
+
+
+class Scaled(Block):
+    """DeepNorm's residual: 1.5 x + f(norm x)."""
+
+    def around(self, norm: nn.Module | None, part: nn.Module, x: Tensor, *ctx: Any) -> Tensor:
+        assert norm is not None
+        return part(norm(x), *ctx, 1.5 * x)
+
+
+def become(model: Any, kind: type, other: type) -> Any:
+    """The model with parts of one class as another one, which keeps their weights."""
+    for module in model.modules():
+        if type(module) is kind:
+            module.__class__ = other
+    return model
+
+
+STRANGERS = {
+    "mechanism": lambda: become(build(), GroupedQueryAttention, Squared),
+    "feed-forward": lambda: become(build(), FeedForward, Sines),
+    "block": lambda: become(build(), Block, Scaled),
+    "no residual": lambda: build(residual=False),
+}
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """By whole forward passes, without an engine or a cache."""
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.fixture(params=STRANGERS)
+def stranger(request: pytest.FixtureRequest) -> Any:
+    return STRANGERS[request.param]()
+
+
+def served(model: Any, runner: str, count: int) -> list[list[int]]:
+    model = regard.prepare(model) if runner == "native" else model
+    engine = regard.Engine(model, runner="graph" if runner == "graph" else "torch")
+    settings = regard.Settings(max_new_tokens=count, eos=())
+    numbers = [engine.submit(regard.Request(prompt, settings)) for prompt in PROMPTS]
+    done = {event.request: event.done for event in engine.run() if event.done is not None}
+    return [done[number][0].ids for number in numbers]
+
+
+@pytest.mark.parametrize("runner", ["torch", "native", "graph"])
+def test_stranger_decodes_in_every_runner(stranger: Any, runner: str) -> None:
+    """Steps that are recorded, prompts in chunks of one batch, texts of several lengths."""
+    assert served(stranger, runner, 14) == [greedy(stranger, prompt, 14) for prompt in PROMPTS]
+
+
+def test_stranger_differs_from_what_it_is_made_of(stranger: Any) -> None:
+    assert served(stranger, "torch", 14) != served(build(), "torch", 14)
+
+
+def test_what_runs_as_it_is_is_said(stranger: Any) -> None:
+    said = regard.Engine(stranger, runner="graph").explain()
+    assert "Generic" in said and ("as it is" in said or "over tensors" in said)
