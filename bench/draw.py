@@ -1,8 +1,8 @@
-"""Drawing a token on a GPU: kernels/triton/draw.py against the sorts of decode/sampling.py, each as a CUDA graph.
+"""Drawing a token on a GPU: kernels/triton/draw.py against the sorts of decode/filters.py, each as a CUDA graph.
 
 PYTHONPATH=. python bench/draw.py
 
-Prints microseconds, the ratio, and how many tokens are equal. Those that are not must have a u, a top-p or a typical-p
+Prints microseconds, the ratio, and how many tokens are equal. Those that are not must have a u or a top-p
 so near to a boundary that rounding decides: `near` counts what is explained by that.
 """
 
@@ -19,7 +19,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # nothing needs to be installed
 
-from regard.decode import sampling
+from regard.decode.filters import FILTERS
+from regard.decode.sampling import draw
 from regard.kernels.triton.draw import draw_filtered
 from regard.kernels.triton.sample import best
 
@@ -29,9 +30,8 @@ SETTINGS: dict[str, dict[str, float]] = {
     "top_k": {"top_k": 50},
     "top_p": {"top_p": 0.9},
     "min_p": {"min_p": 0.05},
-    "typical_p": {"typical_p": 0.9},
     "top_k top_p": {"top_k": 50, "top_p": 0.9},
-    "all": {"top_k": 50, "top_p": 0.9, "min_p": 0.05, "typical_p": 0.95},
+    "all": {"top_k": 50, "top_p": 0.9, "min_p": 0.05},
 }
 # Standard deviation of the logits: nearly flat, and as peaked as a language model's; rounded to bf16 there are ties.
 LOGITS = {
@@ -43,14 +43,14 @@ LOGITS = {
 
 def keep(logits: Tensor, columns: dict[str, Tensor]) -> Tensor:
     kept = logits.float() / columns["temperature"].clamp(min=1e-6)
-    for name in ("top_k", "top_p", "min_p", "typical_p"):
+    for name, each in FILTERS.items():
         if name in columns:
-            kept = getattr(sampling, name)(kept, columns[name])
+            kept = each.keep(kept, columns[name])
     return kept
 
 
 def plain(logits: Tensor, u: Tensor, columns: dict[str, Tensor]) -> Tensor:
-    drawn = sampling.draw(keep(logits, columns), u)
+    drawn = draw(keep(logits, columns), u)
     return torch.where(columns["temperature"][:, 0] > 0, drawn, logits.argmax(-1))
 
 
@@ -78,10 +78,10 @@ def replayed(call: Callable[[], Tensor]) -> tuple[float, Tensor]:
 
 
 def near(logits: Tensor, u: Tensor, columns: dict[str, Tensor], tokens: Tensor) -> Tensor:
-    """Whether a token is one that the plain form draws with its u, its top-p or its typical-p moved by up to 1e-4."""
+    """Whether a token is one that the plain form draws with its u or its top-p moved by up to 1e-4."""
     found = torch.zeros_like(tokens, dtype=torch.bool)
     for shift in (-1e-4, -1e-5, -1e-6, 0.0, 1e-6, 1e-5, 1e-4):
-        moved = {n: c + shift if n in ("top_p", "typical_p") else c for n, c in columns.items()}
+        moved = {n: c + shift if n == "top_p" else c for n, c in columns.items()}
         kept = keep(logits, moved)
         mass = kept.double().softmax(-1).cumsum(-1)
         low = torch.searchsorted(mass, (u - 1e-4).clamp(min=0)[:, None], right=True)[:, 0]

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from measure import floats, header, medians
 from torch import Tensor
 
-from regard.decode.sampling import FILTERS, uniform
+from regard.decode.filters import FILTERS
 from regard.decode.sampling import draw as draw_plain
+from regard.decode.sampling import uniform
 from regard.kernels.c import native
 from regard.kernels.c.rows import attend_one, choose, draw, enter, norm, plain_norm
 from regard.position import Rope, rotate
@@ -96,7 +97,7 @@ def draws(r: int, vocab: int, **by: float) -> Case:
         name: torch.full((r, 1), value) for name, value in {"temperature": 0.9, **by}.items()
     }
     columns |= {"seed": torch.ones(r, 1, dtype=torch.long), "key": torch.arange(r)[:, None]}
-    count, filters = torch.zeros(r, dtype=torch.long), {k: FILTERS[k] for k in by}
+    count, filters = torch.zeros(r, dtype=torch.long), {k: FILTERS[k].keep for k in by}
 
     def torchs(x: Tensor) -> None:
         kept = x / columns["temperature"]
@@ -125,7 +126,6 @@ DRAWN: list[dict[str, float]] = [
     {"top_k": 50},
     {"top_p": 0.9},
     {"min_p": 0.05},
-    {"typical_p": 0.9},
 ]
 CASES = {
     "attend": [attend(*x, t) for x in [*BEAMS, *FEW, (1, 12, 4, 64, 32768)] for t in TYPES],

@@ -223,7 +223,7 @@ def test_json_holds_the_best_tokens_and_the_prompt() -> None:
         (["--beams", 3, "--n-best", 2], 2),
         (["--samples", 3, "--temperature", 0.9, "--top-k", 40, "--seed", 5], 3),
         (["--lookup", 4], 1),
-        (["--beams", 4, "--groups", 2, "--diversity", 0.5, "--early-stopping", "first"], 1),
+        (["--beams", 4, "--early-stopping", "first"], 1),
     ],
 )
 def test_several_answers_are_several_lines_of_json(flags: list[Any], count: int) -> None:

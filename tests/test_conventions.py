@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from regard.attention import BACKENDS, GQA, attend
-from regard.decode.sampling import beam_search, top_k, top_p
+from regard.decode.filters import top_k, top_p
+from regard.decode.sampling import beam_search
 from regard.errors import UsageError
 from regard.mask import Causal, Padding, Span, Visible
 from regard.position import Rope

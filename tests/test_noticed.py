@@ -230,25 +230,3 @@ def test_samples_put_back_together_say_what_they_would_have(samples: int) -> Non
     asked = [(p, s) for p in prompts((5, 5, 5, 6), seed=3)]
     tight = answers("gqa_rope", asked, page=2, pages=16 * samples, rows=64, prefix=False)
     assert tight == answers("gqa_rope", asked, page=2, pages=1000, rows=64)
-
-
-@pytest.mark.parametrize("diversity", [0.3, 1.7])
-def test_groups_of_one_beam_are_greedy_and_pay_for_what_earlier_groups_say(
-    diversity: float,
-) -> None:
-    writer, size, groups = model("gqa_rope"), 6, 3
-    for prompt in prompts((4, 7, 2)):
-        texts: list[list[int]] = [[] for _ in range(groups)]
-        for _ in range(size):
-            said: list[int] = []
-            for text in texts:
-                scores = writer(torch.tensor([prompt + text]))[0, -1].log_softmax(-1)
-                for token in said:
-                    scores[token] -= diversity
-                text.append(int(scores.argmax()))
-                said.append(text[-1])
-        s = Settings(
-            max_new_tokens=size, beams=groups, groups=groups, n_best=groups, diversity=diversity
-        )
-        (found,) = answers("gqa_rope", [(prompt, s)])
-        assert sorted(found) == sorted(texts)

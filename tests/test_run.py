@@ -185,8 +185,8 @@ def test_prompts_may_be_whole_numbers_of_any_kind(name: str) -> None:
         ("do_sample", "here it is temperature"),
         ("max_length", "here it is max_new_tokens"),
         ("max_tokens", "here it is max_new_tokens"),
-        ("num_beam_groups", "here it is groups"),
-        ("diversity_penalty", "here it is diversity"),
+        ("num_beam_groups", "it is gone: beams do not avoid each other"),
+        ("typical_p", "it is gone: give top_p or min_p"),
         ("temprature", "did you mean 'temperature'"),
     ],
 )

@@ -45,7 +45,6 @@ class Sampling:
 
     top_k: cli.Count = None  # draw from the K most probable tokens; 0: from all
     min_p: Number = None  # least share of the most probable token's probability
-    typical_p: Number = None  # draw from the most typical tokens that make up this probability
     repetition_penalty: Number = None  # above 1: tokens that occurred become less probable
     encoder_repetition_penalty: Number = None  # above 1: tokens of the source, more probable
     presence_penalty: Number = None  # taken from the logit of each token that occurred
@@ -64,8 +63,6 @@ class Search:
     early_stopping: Early | None = None
     # compare beams by what bias, bans and penalties leave of the probabilities
     renormalize_logits: bool | None = None
-    groups: cli.Count = None  # groups of beams that avoid each other's tokens
-    diversity: Number = None  # how much they avoid them
     # a small model of the same vocabulary that guesses tokens ahead; changes no greedy token
     draft_model: cli.FolderName = None
     draft: cli.Count = None  # how many it guesses at once; default: 4

@@ -80,7 +80,6 @@ class Rules:
     length_penalty: Tensor
     first: Tensor  # done when as many texts are finished as there are beams
     hopeful: Tensor  # the bound takes running texts to reach their full length
-    diversity: Tensor
     eos: Tensor  # g e, filled up with -1
 
     @staticmethod
@@ -92,11 +91,10 @@ class Rules:
             [s.length_penalty for s in each],
             [s.early_stopping == "first" for s in each],
             [s.early_stopping == "never" and s.length_penalty > 0 for s in each],
-            [s.diversity for s in each],
         ]
         eos = [[*s.eos, *[-1] * (ends - len(s.eos))] for s in each]
-        most, penalty, first, hopeful, diversity = (torch.tensor(x)[:, None] for x in columns)
-        return Rules(most, penalty, first, hopeful, diversity, torch.tensor(eos))
+        most, penalty, first, hopeful = (torch.tensor(x)[:, None] for x in columns)
+        return Rules(most, penalty, first, hopeful, torch.tensor(eos))
 
     def each(self, f: Any) -> Rules:
         return Rules(*(f(getattr(self, x.name)) for x in fields(self)))
@@ -108,26 +106,20 @@ class Rules:
 
 @dataclass(frozen=True)
 class Shape:
-    """What requests of one lane have in common: beams, the groups that these are in, and the candidates of a group:
-    should every end token be among them, enough are left to go on."""
+    """What requests of one lane have in common: beams, and how many candidates they are chosen from: should every end
+    token be among these, enough are left to go on."""
 
     beams: int
-    groups: int
     candidates: int
 
     @staticmethod
     def of(s: Settings) -> Shape:
-        return Shape(s.beams, s.groups, max(2, 1 + len(s.eos)) * (s.beams // s.groups))
-
-    @property
-    def width(self) -> int:
-        """Beams of a group."""
-        return self.beams // self.groups
+        return Shape(s.beams, max(2, 1 + len(s.eos)) * s.beams)
 
     @property
     def ends(self) -> int:
         """End tokens that there is room for."""
-        return self.candidates // self.width - 1
+        return self.candidates // self.beams - 1
 
 
 @dataclass(eq=False)
@@ -156,7 +148,7 @@ class Group(Slot):
         return self.row.request.settings.max_new_tokens - self.asked
 
     def results(self, b: Beams, why: str = "") -> list[Result]:
-        """The n best finished texts of the request, from the state of its groups; with `why` running ones too."""
+        """The n best finished texts of the request, from its state; with `why` running ones too."""
         s = self.row.request.settings
         if self.row.error is not None:
             return [Result([], [], 0.0, "error", error=BROKEN) for _ in range(s.n_best)]
@@ -197,7 +189,7 @@ class Search:
         """Requests whose prompts are through, by logits (rows V). Their beams have read the same, so that none takes
         another's place."""
         k = self.shape
-        fresh = Beams.start(len(new) * k.groups, k.width, ROOM, logits.device)
+        fresh = Beams.start(len(new), k.beams, ROOM, logits.device)
         fresh, _ = self._advance(new, fresh, *self.best(new, logits))
         if self.groups:
             size = self.state.ids.shape[-1]
@@ -228,8 +220,7 @@ class Search:
         bans = {(tuple(sorted(set(s.banned))), s.renormalize_logits) for s in each}
         if len(bans) > 1 or any(s.logit_bias or s.sequence_bias for s in each):
             return None
-        simple = self.shape.groups == 1 and not self._used(groups) - {"bias", RENORMALIZE}
-        return next(iter(bans)) if simple else None
+        return None if self._used(groups) - {"bias", RENORMALIZE} else next(iter(bans))
 
     def best(self, groups: list[Group], logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """The log sum exp of every row of logits (rows V), and its largest with their tokens, or all of them."""
@@ -271,21 +262,17 @@ class Search:
         self, group: Group, state: Beams, groups: list[Group]
     ) -> list[tuple[Request, list[int]]]:
         """The texts of a request's beams, in the order of their rows."""
-        k = self.shape.groups
-        at = k * groups.index(group)
-        texts = state.ids[at : at + k, :, : group.asked].flatten(0, 1).tolist()
+        texts = state.ids[groups.index(group), :, : group.asked].tolist()
         return [(group.row.request, text) for text in texts]
 
     def results(self, group: Group, why: str) -> list[Result]:
-        k = self.shape.groups
-        at = k * self.groups.index(group)
-        return group.results(self.state.each(lambda x: x[at : at + k]), why)
+        at = self.groups.index(group)
+        return group.results(self.state.each(lambda x: x[at : at + 1]), why)
 
     def keep(self) -> None:
         """Without those that are gone."""
         kept = [i for i, group in enumerate(self.groups) if not group.gone]
-        k = self.shape.groups
-        at = torch.tensor([i * k + j for i in kept for j in range(k)], dtype=torch.long)
+        at = torch.tensor(kept, dtype=torch.long)
         self.groups = [self.groups[i] for i in kept]
         self.state = self.state.each(lambda x: x[at.to(x.device)])
 
@@ -296,51 +283,27 @@ def select(
 ) -> tuple[Beams, Tensor, Tensor]:  # fmt: skip
     """One step of n requests from logits (r V), whose log sum exp is `norm` (r), and the columns of what changes them,
     or from the largest logits alone (r k), of the tokens `best`: the new state, the parent of every beam (n beams)
-    within its request, and which requests are done (n).
-
-    The groups of a request come one after the other, as a later one avoids what the earlier ones just said."""
-    n, w, groups = len(rules.most), shape.width, shape.groups
-    states, parents, ends = [], [], []
-    avoid = norm.new_zeros(n, logits.shape[1] if groups > 1 else 0)
-    for i in range(groups):
-        part = b.each(lambda x, i=i: x[i::groups])
-        mine, scale, *rest = (
-            x.view(n, groups, w, -1)[:, i].flatten(0, 1) for x in (logits, norm, *columns.values())
-        )
-        count = part.count.repeat_interleave(w)
-        changes = dict(zip(columns, rest, strict=True))
-        if "seen" in changes:
-            # How often each running text has each token, (g w, V).
-            real = (
-                torch.arange(part.ids.shape[-1], device=part.ids.device) < part.count[:, None, None]
-            )
-            said = part.score.new_zeros(*part.score.shape, mine.shape[1])
-            said = said.scatter_add(2, part.ids, real.expand_as(part.ids).to(said.dtype))
-            changes["said"] = said.flatten(0, 1)
-        if i:
-            changes["avoided"] = (avoid * rules.diversity).repeat_interleave(w, 0)
-        if best is None:
-            score = adjusted(mine.float() - scale, changes, count) if changes else mine
-            score, token = largest(score, min(shape.candidates, score.shape[1]))
-            logp = mine.gather(1, token).float() - scale
-            score = score if changes else logp
-            if RENORMALIZE in changes:
-                logp = torch.where(changes[RENORMALIZE] > 0, score, logp)
-        else:
-            token = best
-            score = logp = mine - scale
-        each = (x.view(n, w, -1) for x in (score, token, logp))
-        part, parent, over = advance(part, rules, shape.candidates, *each)
-        states.append(part)
-        parents.append(parent + i * w)
-        ends.append(over)
-        if i + 1 < groups:
-            one = torch.ones_like(part.score)
-            avoid = avoid.scatter_add(1, part.last, one)
-    if groups == 1:
-        return states[0], parents[0], ends[0]
-    whole = states[0].each(lambda *x: torch.stack(x, 1).flatten(0, 1), *states[1:])
-    return whole, torch.cat(parents, 1), torch.stack(ends).all(0)
+    within its request, and which requests are done (n)."""
+    n, w = b.score.shape
+    scale, token = norm[:, None], best
+    if "seen" in columns:
+        # How often each running text has each token, (n w, V).
+        real = torch.arange(b.ids.shape[-1], device=b.ids.device) < b.count[:, None, None]
+        said = b.score.new_zeros(n, w, logits.shape[1])
+        said = said.scatter_add(2, b.ids, real.expand_as(b.ids).to(said.dtype))
+        columns = {**columns, "said": said.flatten(0, 1)}
+    if token is not None:
+        score = logp = logits - scale
+    else:
+        count = b.count.repeat_interleave(w)
+        score = adjusted(logits.float() - scale, columns, count) if columns else logits
+        score, token = largest(score, min(shape.candidates, score.shape[1]))
+        logp = logits.gather(1, token).float() - scale
+        score = score if columns else logp
+        if RENORMALIZE in columns:
+            logp = torch.where(columns[RENORMALIZE] > 0, score, logp)
+    each = (x.view(n, w, -1) for x in (score, token, logp))
+    return advance(b, rules, shape.candidates, *each)
 
 
 def advance(

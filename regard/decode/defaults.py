@@ -26,7 +26,6 @@ TAKEN = {
     "top_k": "top_k",
     "top_p": "top_p",
     "min_p": "min_p",
-    "typical_p": "typical_p",
     "repetition_penalty": "repetition_penalty",
     "encoder_repetition_penalty": "encoder_repetition_penalty",
     "no_repeat_ngram_size": "no_repeat_ngram_size",
@@ -36,8 +35,6 @@ TAKEN = {
     "forced_bos_token_id": "forced_first",
     "exponential_decay_length_penalty": "exponential_decay_length_penalty",
     "num_beams": "beams",
-    "num_beam_groups": "groups",
-    "diversity_penalty": "diversity",
     "length_penalty": "length_penalty",
     "early_stopping": "early_stopping",
     "renormalize_logits": "renormalize_logits",
@@ -69,11 +66,14 @@ ELSEWHERE: dict[str, tuple[Any, ...]] = {
         "paged",
     ),
     "top_h": (),
+    "typical_p": (1,),
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
     "remove_invalid_values": (False,),
     "token_healing": (False,),
     "guidance_scale": (1,),
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0,),
     "watermarking_config": (),
     "penalty_alpha": (0,),
     "dola_layers": (),
@@ -82,9 +82,14 @@ ELSEWHERE: dict[str, tuple[Any, ...]] = {
     # Of older ones.
     "forced_decoder_ids": (),
 }
-DRAWN = ("top_h", "epsilon_cutoff", "eta_cutoff")  # of these, what matters where tokens are drawn
+DRAWN = (
+    "top_h",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+)  # of these, what matters where tokens are drawn
 ALONE = ("lookup", "draft", "overflow", "top_logprobs")  # beside DRAWING, what beam search has not
-SEARCHED = ("beams", "n_best", "groups", "diversity")
+SEARCHED = ("beams", "n_best")
 TOP_K = 50  # transformers', where a folder draws and does not say
 
 
@@ -190,9 +195,9 @@ def _check(name: str, value: Any) -> None:
 def check_given(given: dict[str, Any]) -> None:
     """Settings that others will be added to, by a folder: what would be refused whatever it says."""
     most: dict[str, Any] = {"max_new_tokens": 10**6} if "min_new_tokens" in given else {}
-    several = given.get("n_best", 1), given.get("groups", 1)
-    if several != (1, 1) and "beams" not in given and all(type(n) is int for n in several):
-        most["beams"] = math.lcm(*(max(1, n) for n in several))
+    several = given.get("n_best", 1)
+    if several != 1 and "beams" not in given and type(several) is int:
+        most["beams"] = max(1, several)
     elif given.get("samples", 1) != 1:
         most["temperature"] = 1.0
     Settings.of({**most, **given})
@@ -281,8 +286,6 @@ def _settle(said: dict[str, Any], given: dict[str, Any], single: str) -> None:
         said.pop(name, None)
     if said.get("n_best", 1) > beams:
         said["n_best"] = beams
-    if beams % said.get("groups", 1):
-        del said["groups"]
 
 
 def described(model: Any) -> str:

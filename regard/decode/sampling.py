@@ -1,10 +1,8 @@
-"""The choice of the next token, for every runner.
+"""The choice of the next token, for every runner: the settings of rows as columns, and each row's next token from them.
 
-First the filters: they take logits and give logits, -inf for what may not be chosen, so they chain and the softmax at
-the end renormalises. Equal logits go to the lowest id. Settings are per row: numbers or columns (n 1).
-
-Then the settings of rows as columns, and each row's next token from them: tensors of fixed shape, so that a CUDA graph
-can hold it; what the host must know (which settings are in use, whether a token is prescribed) it knows before."""
+Tensors of fixed shape, so that a CUDA graph can hold it; what the host must know (which settings are in use, whether a
+token is prescribed) it knows before. Settings are per row: numbers or columns (n 1). Equal logits go to the lowest
+id."""
 
 from __future__ import annotations
 
@@ -15,12 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from regard.decode.filters import FILTERS, has_form
 from regard.decode.lane import Row
 from regard.decode.settings import MOST_TOPS, Request, Settings
-from regard.errors import UsageError
 from regard.kernels.c import rows as native
 from regard.kernels.triton import draw as kernels
 from regard.kernels.triton.linear import ready
@@ -31,44 +28,6 @@ from regard.kernels.triton.sample import best
 def greedy(logits: Tensor) -> Tensor:
     """argmax_v logits_v (... V) -> (...); of equal ones the lowest id."""
     return logits.argmax(-1)
-
-
-def top_k(logits: Tensor, k: int | Tensor) -> Tensor:
-    """Keep the k largest (0 keeps all)."""
-    if isinstance(k, int) and k < 1:
-        raise UsageError(f"top_k={k} would leave no token; give 1 or more")
-    order = logits.argsort(dim=-1, descending=True, stable=True)
-    k = torch.where(k > 0, k, logits.shape[-1]) if isinstance(k, Tensor) else k
-    return _only(logits, order, torch.arange(logits.shape[-1], device=logits.device) < k)
-
-
-def top_p(logits: Tensor, p: float | Tensor) -> Tensor:
-    """Keep the smallest set of most probable tokens whose mass is >= p, one at least (Holtzman et al. 2020)."""
-    if isinstance(p, float | int) and not 0 <= p <= 1:
-        raise UsageError(f"top_p={p} is no probability; give a number from 0 to 1")
-    order = logits.argsort(dim=-1, descending=True, stable=True)
-    probs = logits.softmax(-1).gather(-1, order)
-    # 1 keeps the tail.
-    keep = (_before(probs) < p) | (torch.as_tensor(p, device=logits.device) >= 1)
-    keep[..., 0] = True
-    return _only(logits, order, keep)
-
-
-def min_p(logits: Tensor, p: float | Tensor) -> Tensor:
-    """Keep what is at least p times as probable as the most probable token."""
-    probs = logits.softmax(-1)
-    return logits.masked_fill(probs < p * probs.amax(-1, keepdim=True), -torch.inf)
-
-
-def typical_p(logits: Tensor, p: float | Tensor) -> Tensor:
-    """Keep the tokens whose surprise is nearest to the entropy, up to mass p (Meister et al. 2023)."""
-    log_p = logits.log_softmax(-1)
-    probs = log_p.exp()
-    entropy = -(probs * log_p).nan_to_num(0.0).sum(-1, keepdim=True)
-    order = (-log_p - entropy).abs().argsort(dim=-1, stable=True)
-    keep = (_before(probs.gather(-1, order)) < p) | (torch.as_tensor(p, device=logits.device) >= 1)
-    keep[..., 0] = True
-    return _only(logits, order, keep)
 
 
 def repeat(logits: Tensor, counts: Tensor, times: Tensor | float) -> Tensor:
@@ -102,17 +61,6 @@ def _signed(x: int) -> int:
     return x - (1 << 64) if x >= 1 << 63 else x
 
 
-def _before(probs: Tensor) -> Tensor:
-    """The mass of the tokens in front of each."""
-    return F.pad(probs.cumsum(-1)[..., :-1], (1, 0))
-
-
-def _only(logits: Tensor, order: Tensor, keep: Tensor) -> Tensor:
-    """`keep` speaks of ranks; `order` (... V) lists the ids by rank."""
-    kept = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, keep.expand_as(order))
-    return logits.masked_fill(~kept, -torch.inf)
-
-
 def beam_search(
     step: Callable[[tuple[int, ...]], Tensor], width: int, max_len: int, end: int | None = None
 ) -> list[tuple[tuple[int, ...], float]]:
@@ -140,10 +88,7 @@ def beam_search(
 # --- the settings of rows, as columns -------------------------------------------------------------------------------
 
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-FILTERS = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p}
 ENCODER = "encoder_repetition_penalty"
-IDLE = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
-IDLE |= {**PENALTIES, ENCODER: 1.0}
 MOST_ENDS = 16  # end tokens of a row that may have to go on
 MASK = "mask"  # some row has one
 RULES = "rules"  # some row's next token depends on runs of tokens in its text: see `ruled`
@@ -153,10 +98,16 @@ RENORMALIZE = (
 TOPS = "tops"  # some row asks for the best tokens of each choice; they are noted, nothing is chosen otherwise
 
 
+def neutral() -> dict[str, float]:
+    """The numbers that a choice may depend on, each with the value that changes nothing."""
+    filters = {name: each.neutral for name, each in FILTERS.items()}
+    return {"temperature": 0.0, **filters, **PENALTIES, ENCODER: 1.0}
+
+
 @functools.lru_cache(4096)
 def uses(s: Settings) -> frozenset[str]:
     """What a row's choice depends on besides its logits: nothing where it is simply greedy."""
-    found = {name for name, idle in IDLE.items() if getattr(s, name) != idle}
+    found = {name for name, idle in neutral().items() if getattr(s, name) != idle}
     if not s.temperature:
         found -= {*FILTERS}
     if s.logit_bias or s.banned or any(len(ids) == 1 for ids, _ in s.sequence_bias):
@@ -212,7 +163,7 @@ class Columns:
         if not new and not self.values:
             return
         at = send(list(places), self.device)
-        for name, idle in IDLE.items():
+        for name, idle in neutral().items():
             if name in new or name in self.values:
                 self._set(name, at, [getattr(s, name) for s in each], idle)
         if "temperature" in self.values:
@@ -377,20 +328,22 @@ def choose(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:
     """The next token (n) from logits (n V), of rows that have said `count` (n) tokens; -1 where their settings leave
     none."""
     logits = adjusted(logits, columns, count)
-    if not ready(logits) and (tokens := native.draw(logits, columns, count)) is not None:
-        return tokens
+    filters = {name: columns[name] for name in FILTERS if name in columns}
+    if not ready(logits) and has_form({*filters}, "c"):
+        tokens = native.draw(logits, columns, count)
+        if tokens is not None:
+            return tokens
     if MASK in columns:
         logits = allowed(logits, columns[MASK])
     if "temperature" not in columns:
         return best(logits)[0]
     hot, which = columns["temperature"], (columns["seed"][:, 0], columns["key"][:, 0], count)
-    filters = {name: columns[name] for name in FILTERS if name in columns}
-    if ready(logits):
+    if ready(logits) and has_form({*filters}, "triton"):
         filters["temperature"] = hot
         return kernels.draw_filtered(logits.contiguous(), kernels.uniform(*which), filters)
     kept = logits / hot.clamp(min=1e-6)
     for name, column in filters.items():
-        kept = FILTERS[name](kept, column)
+        kept = FILTERS[name].keep(kept, column)
     tokens = torch.where(hot[:, 0] > 0, draw(kept, uniform(*which)), logits.argmax(-1))
     return torch.where(logits.amax(-1) == -torch.inf, -1, tokens)
 
@@ -415,7 +368,7 @@ def marked(ids: Tensor, vocab: int) -> Tensor:
 def adjusted(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:
     """Bias and bans, penalties, the least length, forced tokens, and ends that become more probable: in the order of
     transformers."""
-    if columns.keys() & {"bias", RULES, "avoided", "decay", ENCODER, RENORMALIZE, *PENALTIES}:
+    if columns.keys() & {"bias", RULES, "decay", ENCODER, RENORMALIZE, *PENALTIES}:
         logits = logits.float()
     added = [columns[name] for name in ("bias", RULES) if name in columns]
     if added:
@@ -428,9 +381,6 @@ def adjusted(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tenso
         logits = logits - columns["presence_penalty"] * (columns["said"] > 0)
     if "frequency_penalty" in columns:
         logits = logits - columns["frequency_penalty"] * columns["said"]
-    if "avoided" in columns:
-        # Of beams in groups: what the others say.
-        logits = logits - columns["avoided"]
     if "held" in columns:
         least, most, first, last, *_ = columns["held"].T
         ends = columns["held"][:, 4:]

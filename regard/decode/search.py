@@ -39,7 +39,7 @@ class SearchRunner(Runner):
         self.own = torch.full(size, nowhere, dtype=torch.int32, device=device)
         stores, memo = by_token(self.pool), runner.pages.memo
         self.pages = Pages(stores, self.own.clone(), runner.length, memo=memo)
-        self.texts = Beams.start(count * shape.groups, shape.width, ROOM, device)
+        self.texts = Beams.start(count, shape.beams, ROOM, device)
         blank = Rules.of([Request([0], Settings(beams=shape.beams))] * count, shape.ends)
         self.rules = blank.each(lambda x: x.to(device))
         self.live, self.broken = torch.zeros(2, count, dtype=torch.bool, device=device)
@@ -62,14 +62,13 @@ class SearchRunner(Runner):
         s, k, n = self.state, self.shape, width // self.shape.beams
         logits, columns = self.logits(width, bound, far), self.columns.at(slice(0, width), used)
         norm = best(logits)[1]
-        old = self.texts.each(lambda x: x[: n * k.groups])
+        old = self.texts.each(lambda x: x[:n])
         rules = self.rules.each(lambda x: x[:n])
         new, parents, over = select(old, rules, k, logits, norm, columns)
         live, broken, pos = self.live[:n], self.broken[:n], s.pos[:width]
         broken.logical_or_(live & ~norm.view(n, -1).isfinite().all(-1))
-        going = live.repeat_interleave(k.groups)
         for x, y in zip(old.tensors(), new.tensors(), strict=True):
-            torch.where(going.view(-1, *[1] * (x.dim() - 1)), y, x, out=x)
+            torch.where(live.view(-1, *[1] * (x.dim() - 1)), y, x, out=x)
         s.ids[:width].copy_(new.last.flatten())
         pos.add_(live.repeat_interleave(k.beams)).clamp_(max=self.length - 1)
         # A beam's text is its parent's, and what comes next lies where it writes.
@@ -84,13 +83,10 @@ class SearchRunner(Runner):
         k, device = self.shape, self.device
         requests = [g.row.request for g in new]
         at = send([g.index for g in new], device)
-        rows, parts = (
-            (size * at[:, None] + torch.arange(size, device=device)).flatten()
-            for size in (k.beams, k.groups)
-        )
-        fresh = Beams.start(len(parts), k.width, self.texts.ids.shape[-1], device)
+        rows = (k.beams * at[:, None] + torch.arange(k.beams, device=device)).flatten()
+        fresh = Beams.start(len(new), k.beams, self.texts.ids.shape[-1], device)
         for x, y in zip(self.texts.tensors(), fresh.tensors(), strict=True):
-            x[parts] = y
+            x[at] = y
         rules = Rules.of(requests, k.ends).each(lambda x: send(x, device))
         for name, y in vars(rules).items():
             getattr(self.rules, name)[at] = y
@@ -107,7 +103,7 @@ class SearchRunner(Runner):
         for _ in range(steps):
             self._play(("step", width, bound, far, used), lambda key: self.step(*key[1:]))
         n = width // k.beams
-        each = [*(x[: n * k.groups] for x in self.texts.tensors()), self.live[:n], self.broken[:n]]
+        each = [*(x[:n] for x in self.texts.tensors()), self.live[:n], self.broken[:n]]
         *texts, live, broken = self.to_host(each)
         return Beams(*texts), live, broken, self.arrival()
 
@@ -223,9 +219,8 @@ class SearchLane(SlotLane):
         self.flying = None
         if event is not None:
             event.synchronize()
-        k = self.runner.shape.groups
         for g in (g for g in groups if not g.gone):
-            rows = slice(g.index * k, (g.index + 1) * k)
+            rows = slice(g.index, g.index + 1)
             g.found = texts.each(lambda x, rows=rows: x[rows])
             g.row.error = BROKEN if bool(broken[g.index]) else None
             g.closed, g.fresh = not bool(live[g.index]), False

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from regard.config import divisors
+from regard.decode.filters import FILTERS
 from regard.errors import UsageError, nearest, notice
 
 EARLY = ("heuristic", "never", "first")
@@ -20,7 +20,6 @@ ELSEWHERE = {
     "assistant_model": "draft_model",
     "bad_words_ids": "banned, and sequence_bias={(5, 6): -inf} for words of several tokens",
     "best_of": "samples",
-    "diversity_penalty": "diversity",
     "do_sample": "temperature (0 is greedy, above 0 draws)",
     "eos_token_id": "eos",
     "echo": "prompt_logprobs",
@@ -31,12 +30,20 @@ ELSEWHERE = {
     "max_tokens": "max_new_tokens",
     "min_length": "min_new_tokens, which does not count the prompt",
     "n": "samples",
-    "num_beam_groups": "groups",
     "num_beams": "beams",
     "num_return_sequences": "samples when drawing, n_best of beams",
     "prompt_lookup_num_tokens": "lookup",
     "stop_strings": "stop",
     "suppress_tokens": "banned",
+}
+
+# What we had once.
+GONE = {
+    "typical_p": "give top_p or min_p",
+    **dict.fromkeys(
+        ("groups", "diversity", "num_beam_groups", "diversity_penalty"),
+        "beams do not avoid each other; draw samples, with a temperature",
+    ),
 }
 
 Tops = list[tuple[int, float]]  # tokens and their log probabilities, best first
@@ -47,6 +54,11 @@ def _within(default: float, low: float, high: float) -> Any:
     return field(default=default, metadata={"limits": (low, high)})
 
 
+def _filter(name: str) -> Any:
+    """The value of a filter."""
+    return _within(FILTERS[name].neutral, *FILTERS[name].limits)
+
+
 @dataclass(frozen=True)
 class Settings:
     """How one request is decoded. temperature 0 is greedy; beams > 1 is beam search; samples > 1 draws several answers
@@ -55,10 +67,11 @@ class Settings:
     max_new_tokens: int = _within(64, 1, 1_000_000)  # tokens of the answer at most
     min_new_tokens: int = _within(0, 0, 1_000_000)  # no end before this many
     temperature: float = _within(0.0, 0.0, 100.0)  # 0: greedy; logits are divided by it
-    top_k: int = _within(0, 0, 10_000_000)  # 0: all
-    top_p: float = _within(1.0, 0.0, 1.0)  # the fewest tokens whose mass is at least this
-    min_p: float = _within(0.0, 0.0, 1.0)  # least share of the most probable token's probability
-    typical_p: float = _within(1.0, 0.0, 1.0)  # tokens of typical surprise, up to this mass
+    top_k: int = _filter("top_k")  # 0: all
+    top_p: float = _filter("top_p")  # the fewest tokens whose mass is at least this
+    min_p: float = _filter("min_p")  # least share of the most probable token's probability
+    # (name, value) of filters that were added to FILTERS.
+    filters: tuple[tuple[str, float], ...] = ()
     # Above 1: tokens of the text so far become rarer.
     repetition_penalty: float = _within(1.0, 0.01, 100.0)
     # Subtracted from logits of tokens that were said.
@@ -93,9 +106,6 @@ class Settings:
     n_best: int = _within(1, 1, 1024)  # texts of a beam search that are given back
     # Beams are compared, and their log probabilities given, by what bias, bans and penalties leave.
     renormalize_logits: bool = False
-    # Diverse beam search: groups of beams that avoid each other's tokens.
-    groups: int = _within(1, 1, 1024)
-    diversity: float = _within(0.0, 0.0, 100.0)  # what a group of beams pays for another's token
     draft: int = _within(0, 0, 64)  # speculate this many tokens by the engine's draft model
     # Speculate this many tokens by looking the last ones up in the text so far.
     lookup: int = _within(0, 0, 64)
@@ -111,6 +121,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name, low, high in LIMITS:
             _check_number(name, getattr(self, name), low, high)
+        _check_filters(self.filters)
         for name in ("prompt_logprobs", "renormalize_logits"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name} is {getattr(self, name)!r}; give True or False")
@@ -124,7 +135,7 @@ class Settings:
                 f"give a number from 0 to {self.max_new_tokens}"
             )
         if self.beams > 1:
-            for name in DRAWING:
+            for name in (*DRAWING, "filters"):
                 if getattr(self, name) != DEFAULTS[name]:
                     raise UsageError(
                         f"beam search does not draw: leave {name}={getattr(self, name)} out, or beams"
@@ -142,14 +153,16 @@ class Settings:
             raise UsageError(
                 f"n_best={self.n_best} of {self.beams} beams; give a number from 1 to {self.beams}"
             )
-        if self.beams % self.groups:
-            raise UsageError(
-                f"groups={self.groups} must divide beams={self.beams}; choose one of {divisors(self.beams)}"
-            )
         if self.samples > 1 and self.temperature == 0:
             raise UsageError(
                 f"samples={self.samples} would all be the same at temperature 0; raise temperature"
             )
+
+    def __getattr__(self, name: str) -> Any:
+        """The value of a filter that was added."""
+        if name in FILTERS:
+            return dict(self.filters).get(name, FILTERS[name].neutral)
+        raise AttributeError(f"Settings has no {name}")
 
     @property
     def rows(self) -> int:
@@ -159,8 +172,13 @@ class Settings:
     @staticmethod
     def of(values: dict[str, Any]) -> Settings:
         """From keyword arguments: lists become tuples, whole numbers reals where a real is meant."""
-        clean = {}
+        added = {
+            name: float(x) for name, x in values.items() if name in FILTERS.keys() - DEFAULTS.keys()
+        }
+        clean: dict[str, Any] = {"filters": tuple(added.items())} if added else {}
         for name, value in values.items():
+            if name in added:
+                continue
             if name not in DEFAULTS:
                 raise UsageError(f"generate has no setting {name!r}; {hint(name)}")
             if name == "early_stopping" and isinstance(value, bool):
@@ -190,10 +208,21 @@ def hint(name: str) -> str:
     """What a setting that we do not have is called here."""
     if name in ELSEWHERE:
         return f"here it is {ELSEWHERE[name]}"
+    if name in GONE:
+        return f"it is gone: {GONE[name]}"
     return nearest(name, DEFAULTS)
 
 
-DRAWING = ("temperature", "samples", "top_k", "top_p", "min_p", "typical_p")
+DRAWING = ("temperature", "samples", *FILTERS)
+
+
+def _check_filters(given: tuple[tuple[str, float], ...]) -> None:
+    for name, value in given:
+        if name not in FILTERS or name in DEFAULTS:
+            raise UsageError(f"there is no filter {name!r}; {nearest(name, FILTERS)}")
+        low, high = FILTERS[name].limits
+        if not low <= value <= high:  # NaN is not
+            raise UsageError(f"{name} is {value}; give a number from {low} to {high}")
 
 
 def _check_number(name: str, value: Any, low: float, high: float) -> None:

@@ -31,7 +31,8 @@ from regard.data.feed import Batch
 from regard.data.read import needed
 from regard.data.train_tokenizer import KINDS as TOKENIZERS
 from regard.data.train_tokenizer import Recipe, train_tokenizer
-from regard.decode.sampling import beam_search, greedy, min_p, top_k, top_p
+from regard.decode.filters import min_p, top_k, top_p
+from regard.decode.sampling import beam_search, greedy
 from regard.decode.speculate import Index
 from regard.errors import Notice, UsageError
 from regard.kernels.linear import GROUP, TILE, Int4, pack
@@ -70,7 +71,8 @@ HEADS, POSITION = "regard/attention/multihead.py", "regard/position.py"
 NUMBERS = "regard/learn/mechanisms.py"
 # Bytes of a number in half precision.
 HALF = 2
-SAMPLING, OBJECTIVE = "regard/decode/sampling.py", "regard/train/loss.py"
+FILTERS, OBJECTIVE = "regard/decode/filters.py", "regard/train/loss.py"
+SAMPLING = "regard/decode/sampling.py"
 
 # --- numbers --------------------------------------------------------------------------------------
 
@@ -822,7 +824,7 @@ def quantisation(x: Numbers = (0.02, -0.75, 0.31, 1.4, -0.9, 0.004)) -> Tables:
 # --- training and decoding ------------------------------------------------------------------------
 
 
-@topic(f"{SAMPLING}::top_p", f"{SAMPLING}::top_k", f"{SAMPLING}::min_p")
+@topic(f"{FILTERS}::top_p", f"{FILTERS}::top_k", f"{FILTERS}::min_p")
 def decoding(x: Numbers, topk: int = 3, p: float = 0.7, temperature: float = 0.7) -> Tables:
     """How is the next token chosen?
 

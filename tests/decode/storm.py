@@ -80,18 +80,16 @@ def settings_of(rng: random.Random, model: Any, long: bool) -> Settings:
     chosen: dict[str, Any] = {"max_new_tokens": rng.randint(1, 10)}
     if rng.random() < 0.7:
         chosen["eos"] = (3, 5, 8)
-    kinds = ["greedy", "drawn", "samples"] + (["beams", "groups"] if not long else [])
+    kinds = ["greedy", "drawn", "samples"] + (["beams"] if not long else [])
     kinds += ["lookup"] if taken_back(model.cache_specs()) else []
     kind = rng.choice(kinds)
     if kind in ("drawn", "samples"):
         chosen |= {"temperature": 1.3, "top_k": rng.choice([0, 9]), "seed": rng.randint(0, 5)}
-        chosen |= rng.choice([{}, {"top_p": 0.9}, {"min_p": 0.05}, {"typical_p": 0.8}])
+        chosen |= rng.choice([{}, {"top_p": 0.9}, {"min_p": 0.05}])
     if kind == "samples":
         chosen["samples"] = rng.randint(2, 3)
     elif kind == "beams":
         chosen |= {"beams": rng.choice([2, 3]), "early_stopping": rng.choice(["first", "never"])}
-    elif kind == "groups":
-        chosen |= {"beams": 4, "groups": 2, "diversity": 1.0}
     elif kind == "lookup":
         chosen["lookup"] = 3
     if rng.random() < 0.3:

@@ -138,12 +138,12 @@ def test_prompts_that_raise_end_alone(runner: str, guilty: tuple[int, ...]) -> N
 def test_a_choice_that_raises_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our own assertion, where tokens are chosen."""
     asked = [(p, KINDS["drawn"]) for p in prompts((3, 5, 4, 6))]
-    asked[2] = (asked[2][0], Settings(max_new_tokens=8, temperature=0.5, typical_p=0.5))
+    asked[2] = (asked[2][0], Settings(max_new_tokens=8, temperature=0.5, min_p=0.5))
     want = [[r.ids for r in each] for each in answered(engine_of("paged", "drawn"), asked)]
     real = sampling.choose
 
     def choose(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:
-        at = columns["typical_p"][:, 0] < 1 if "typical_p" in columns else torch.zeros(1)
+        at = columns["min_p"][:, 0] > 0 if "min_p" in columns else torch.zeros(1)
         assert not (at.bool() & (count == 3)).any()
         return real(logits, columns, count)
 

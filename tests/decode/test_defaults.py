@@ -155,10 +155,6 @@ VALUES: dict[str, list[dict[str, Any]]] = {
     "top_k": [],
     "top_p": [],
     "min_p": [],
-    "typical_p": [],
-    # Of group beam search, which transformers has left to the hub.
-    "num_beam_groups": [],
-    "diversity_penalty": [],
 }
 # What a notice names: transformers changes the logits of the first beam alone.
 NAMED = [("encoder_repetition_penalty", {"num_beams": 3})]
@@ -241,6 +237,7 @@ ACTIVE: dict[str, Any] = {
     "epsilon_cutoff": 0.01, "eta_cutoff": 0.01, "remove_invalid_values": True, "token_healing": True,
     "guidance_scale": 1.5, "watermarking_config": {"bias": 2.0}, "penalty_alpha": 0.6,
     "dola_layers": "low", "constraints": [1], "force_words_ids": [[4]], "forced_decoder_ids": [[1, 4]],
+    "typical_p": 0.7, "num_beam_groups": 2, "diversity_penalty": 0.5,
 }  # fmt: skip
 
 
@@ -253,7 +250,7 @@ def test_a_key_that_is_not_taken_is_named(key: str) -> None:
     with pytest.warns(Notice, match=f"generation_config.json: {key}="):
         regard.generate(f.ours, PROMPTS[0])
     # What matters where tokens are drawn alone is idle where none is.
-    drawn = {"top_h", "epsilon_cutoff", "eta_cutoff"}
+    drawn = {"top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
     greedy = [said | {key: ACTIVE[key], "do_sample": False}] if key in drawn else []
     for quiet in (*greedy, *(said | {key: idle} for idle in (None, *ELSEWHERE[key]))):
         f.ours.origin.files[FILE] = json.dumps(quiet).encode()
@@ -291,11 +288,9 @@ DRAWN: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"temperature": 0.6, "top_p": 0.9, "top_k": 20},
     ),
     ({"do_sample": True, "min_p": 0.1, "top_k": 0}, {"min_p": 0.1, "temperature": 1.0}),
-    ({"do_sample": True, "typical_p": 0.8, "top_k": 9}, {"typical_p": 0.8, "top_k": 9, "temperature": 1.0}),
     ({"temperature": 0.6}, {}),
     ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"top_p": 0.9}),
     ({"do_sample": True, "num_return_sequences": 3}, {"temperature": 1.0, "top_k": 50, "samples": 3}),
-    ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, {"beams": 4, "groups": 2, "diversity": 0.5}),
 ]  # fmt: skip
 
 
@@ -369,7 +364,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "samples": {"temperature": 0.8, "top_p": 0.9, "samples": 2, "seed": 3},
     "beams": {"beams": 3, "n_best": 3},
-    "groups": {"beams": 4, "groups": 2, "diversity": 0.7},
     "lookup": {"lookup": 3},
 }
 RUNNERS: dict[str, dict[str, Any]] = {

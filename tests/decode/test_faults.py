@@ -31,7 +31,6 @@ KINDS = {
     "drawn": Settings(max_new_tokens=20, temperature=1.0),
     "samples": Settings(max_new_tokens=12, temperature=1.0, samples=3),
     "beams": Settings(max_new_tokens=12, beams=3, n_best=2),
-    "groups": Settings(max_new_tokens=8, beams=4, groups=2, diversity=1.0),
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -282,15 +281,13 @@ def settings_at_random(rng: random.Random) -> Settings:
         "max_new_tokens": rng.randint(1, 9),
         "eos": (3, 5) if rng.random() < 0.7 else (),
     }
-    kind = rng.choice(["greedy", "drawn", "samples", "beams", "groups", "lookup"])
+    kind = rng.choice(["greedy", "drawn", "samples", "beams", "lookup"])
     if kind == "drawn":
         common |= {"temperature": 1.0, "top_k": rng.choice([0, 5])}
     elif kind == "samples":
         common |= {"temperature": 1.0, "samples": rng.randint(2, 4)}
     elif kind == "beams":
         common |= {"beams": rng.choice([2, 3]), "early_stopping": rng.choice(["first", "never"])}
-    elif kind == "groups":
-        common |= {"beams": 4, "groups": 2, "diversity": 1.0}
     elif kind == "lookup":
         common |= {"lookup": 3}
     return Settings(**common)

@@ -76,7 +76,7 @@ KINDS = [
     {"temperature": 0.9, "top_p": 0.95, "seed": 3},
     {},
     {"temperature": 1.2, "top_k": 30, "min_p": 0.01, "min_new_tokens": 4},
-    {"temperature": 1.0, "typical_p": 0.9, "repetition_penalty": 1.1},
+    {"temperature": 1.0, "min_p": 0.05, "repetition_penalty": 1.1},
 ]
 Answers = list[tuple[list[int], list[float], float]]
 

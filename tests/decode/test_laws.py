@@ -131,7 +131,6 @@ ASKED = {
     "samples": Settings(max_new_tokens=8, eos=ENDS, temperature=1.2, samples=3),
     "lookup": Settings(max_new_tokens=8, eos=ENDS, lookup=4),
     "beams": Settings(max_new_tokens=8, eos=ENDS, beams=4, n_best=4, length_penalty=0.7),
-    "groups": Settings(max_new_tokens=8, eos=ENDS, beams=4, groups=2, n_best=4, diversity=0.9),
 }
 
 

@@ -1,6 +1,5 @@
 """Several answers to one prompt: samples, beams, groups; and what rows share."""
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -87,24 +86,6 @@ def test_beam_width_one_is_greedy(name: str) -> None:
         assert [r.ids for r in search.results(group, "")] == [greedy]
 
 
-def test_one_group_is_plain_beam_search() -> None:
-    asked = [(p, BEAMS) for p in prompts((4, 7))]
-    grouped = Settings(
-        max_new_tokens=12, eos=ENDS, beams=3, n_best=3, length_penalty=0.8, groups=1, diversity=5.0
-    )
-    assert answers("mla", [(p, grouped) for p, _ in asked]) == answers("mla", asked)
-
-
-def test_diverse_groups_say_different_things() -> None:
-    s = {"max_new_tokens": 8, "beams": 4, "n_best": 4}
-    for prompt in prompts((4, 7, 2)):
-        (plain,) = answers("gqa_rope", [(prompt, Settings(**s))])
-        (diverse,) = answers("gqa_rope", [(prompt, Settings(**s, groups=4, diversity=3.0))])
-        (same,) = answers("gqa_rope", [(prompt, Settings(**s, groups=4, diversity=0.0))])
-        assert len({text[0] for text in plain}) < len({text[0] for text in diverse}) == 4
-        assert len({tuple(text) for text in same}) == 1  # without a penalty all groups agree
-
-
 def test_n_best_is_sorted_and_without_repeats() -> None:
     for early in ("heuristic", "never", "first"):
         s = Settings(max_new_tokens=8, beams=6, n_best=6, eos=ENDS, early_stopping=early)
@@ -173,18 +154,17 @@ def test_beams_of_different_settings_share_their_passes() -> None:
     ]
     common = {"max_new_tokens": 7, "beams": 3, "n_best": 3, "eos": (3,)}
     asked = [(p, Settings(**common | kind)) for p, kind in zip(prompts([4] * 9), kinds)]
-    for groups, late in itertools.product((1, 3), (0, 2)):
-        each = [(p, replace(s, groups=groups, diversity=0.8 * groups)) for p, s in asked]
+    for late in (0, 2):
         counted = Counted(model("gqa_rope"))
         engine, found = Engine(counted), {}
-        for i, (prompt, settings) in enumerate(each):
+        for i, (prompt, settings) in enumerate(asked):
             engine.submit(request("gqa_rope", prompt, settings, key=i))
             for _ in range(late if i == 4 else 0):
                 found |= {e.request: e.done for e in engine.step() if e.done}
         found |= run(engine)
         # one pass for the prompts, and one for each token after the first; late ones have their own
         assert counted.passes <= 9 + (late + 1 if late else 0)
-        alone = [answers("gqa_rope", [one])[0] for one in each]
+        alone = [answers("gqa_rope", [one])[0] for one in asked]
         assert [[r.ids for r in found[i]] for i in range(9)] == alone
 
 
@@ -253,10 +233,10 @@ def test_an_end_token_of_number_0_is_held_back_too() -> None:
         ({"beams": 4}, 8),
         ({"beams": 4, "eos": (1,)}, 8),
         ({"beams": 4, "eos": (1, 2)}, 12),
-        ({"beams": 4, "groups": 2, "diversity": 0.5, "eos": (1, 2, 3)}, 8),
+        ({"beams": 4, "eos": (1, 2, 3)}, 16),
     ],
 )
 def test_candidates_leave_enough_where_every_beam_ends(kind: Any, candidates: int) -> None:
-    """As in transformers: of each group twice its beams, or one more for a beam than there are ends."""
+    """As in transformers: twice the beams, or one more for a beam than there are ends."""
     s = Settings(**kind)
-    assert Shape.of(s) == Shape(4, s.groups, candidates)
+    assert Shape.of(s) == Shape(4, candidates)

@@ -8,20 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from regard.decode.filters import min_p, top_k, top_p
 from regard.decode.lane import Row, Slot
 from regard.decode.plain import PlainLane
-from regard.decode.sampling import (
-    adjusted,
-    draw,
-    greedy,
-    min_p,
-    repeat,
-    top_k,
-    top_p,
-    typical_p,
-    uniform,
-    uses,
-)
+from regard.decode.sampling import adjusted, draw, greedy, repeat, uniform, uses
 from regard.decode.settings import Request, Settings
 from regard.errors import UsageError
 
@@ -133,8 +123,6 @@ def drawn(logits: Tensor, settings: Settings, rows: int = 2000) -> Tensor:
         {"temperature": 1.0, "top_p": 0.9},
         {"temperature": 1.0, "min_p": 0.02},
         {"temperature": 1.0, "min_p": 0.3},
-        {"temperature": 1.0, "typical_p": 0.4},
-        {"temperature": 1.0, "typical_p": 0.9},
         {"temperature": 1.3, "top_k": 20, "top_p": 0.95, "min_p": 0.05},
     ],
     ids=lambda s: "-".join(f"{k}={v}" for k, v in s.items()),
@@ -224,7 +212,7 @@ def test_draws_do_not_depend_on_neighbours() -> None:
         Settings(),
         Settings(temperature=1.4, top_k=5, presence_penalty=1.0),
         Settings(temperature=0.7, min_p=0.1, logit_bias=((4, 1.0),)),
-        Settings(temperature=1.0, typical_p=0.6, banned=(2,)),
+        Settings(temperature=1.0, min_p=0.2, banned=(2,)),
         Settings(temperature=2.0, repetition_penalty=1.5),
     ]
     prompts = [[1, 2]] * 6
@@ -242,7 +230,6 @@ FILTERS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "top_k": (top_k, "TopKLogitsWarper"),
     "top_p": (top_p, "TopPLogitsWarper"),
     "min_p": (min_p, "MinPLogitsWarper"),
-    "typical_p": (typical_p, "TypicalLogitsWarper"),
 }
 
 
@@ -275,25 +262,24 @@ def test_filter_breaks_ties_by_the_lowest_id(name: str) -> None:
     assert kept.isfinite().tolist() == [[False, True, True, False, False]]
 
 
-@pytest.mark.parametrize("f", [top_p, typical_p])
-def test_filter_by_mass_ends_where_the_mass_is_reached(f: Callable[..., Tensor]) -> None:
+def test_top_p_ends_where_the_mass_is_reached() -> None:
     """Four tokens of exactly a quarter each: a mass of a half is two of them, not three."""
     for p, kept in ((0.25, 1), (0.5, 2), (0.75, 3), (0.51, 3)):
         for value in (p, torch.tensor([[p]])):
-            assert f(torch.zeros(1, 4), value).isfinite().sum() == kept
+            assert top_p(torch.zeros(1, 4), value).isfinite().sum() == kept
 
 
 @pytest.mark.parametrize("name", FILTERS)
 def test_filter_keeps_one_token_at_least(name: str) -> None:
     f, _ = FILTERS[name]
-    strict = {"top_k": 1, "top_p": 0.0, "min_p": 1.0, "typical_p": 0.0}[name]
+    strict = {"top_k": 1, "top_p": 0.0, "min_p": 1.0}[name]
     assert f(random_logits(20, VOCAB), strict).isfinite().sum(-1).tolist() == [1] * 20
 
 
 @pytest.mark.parametrize("name", FILTERS)
 def test_filter_at_its_idle_value_keeps_all(name: str) -> None:
     f, _ = FILTERS[name]
-    idle = {"top_k": torch.tensor([[0]]), "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}[name]
+    idle = {"top_k": torch.tensor([[0]]), "top_p": 1.0, "min_p": 0.0}[name]
     logits = torch.cat([random_logits(3, VOCAB), torch.full((3, 1), -80.0)], 1)  # and a far tail
     assert torch.equal(f(logits, idle), logits)
 
@@ -314,17 +300,16 @@ def test_greedy_gives_ties_to_the_lowest_id() -> None:
 
 
 def test_temperature_zero_is_greedy_whatever_the_filters() -> None:
-    logits = random_logits(5, VOCAB)
+    logits = random_logits(4, VOCAB)
     settings = [
         Settings(),
         Settings(top_k=3),
-        Settings(typical_p=0.1),  # keeps tokens near the entropy: not the most probable one
         Settings(top_p=0.2, seed=9),
         Settings(min_p=0.9),
     ]
     assert chosen(logits, settings) == logits.argmax(-1).tolist()
     warm = [*settings, Settings(temperature=1.0)]  # with a neighbour that draws
-    assert chosen(torch.cat([logits, logits[:1]]), warm)[:5] == logits.argmax(-1).tolist()
+    assert chosen(torch.cat([logits, logits[:1]]), warm)[:4] == logits.argmax(-1).tolist()
 
 
 def test_small_temperature_approaches_greedy() -> None:

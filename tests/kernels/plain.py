@@ -10,7 +10,8 @@ from torch import Tensor
 
 import regard
 from regard.decode.engine import Engine
-from regard.decode.sampling import FILTERS, draw, uniform
+from regard.decode.filters import FILTERS
+from regard.decode.sampling import draw, uniform
 from regard.decode.settings import Request, Result, Settings
 from regard.kernels.triton.prompt import Pack
 
@@ -105,9 +106,9 @@ def chosen(logits: Tensor, s: Settings, u: Tensor) -> Tensor:
     if not s.temperature:
         return logits.argmax(-1)
     kept, idle = logits / s.temperature, Settings()
-    for name, keep in FILTERS.items():
+    for name, each in FILTERS.items():
         if getattr(s, name) != getattr(idle, name):
-            kept = keep(kept, getattr(s, name))
+            kept = each.keep(kept, getattr(s, name))
     return draw(kept, u)
 
 

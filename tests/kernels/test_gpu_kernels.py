@@ -13,6 +13,7 @@ from regard.attention import attend
 from regard.attention.sparse import choose, dots_exact, index_scores
 from regard.decode import sampling
 from regard.decode.engine import Engine
+from regard.decode.filters import FILTERS as PLAIN
 from regard.decode.settings import Request, Settings
 from regard.kernels.triton import attention as gpu_attention
 from regard.kernels.triton import draw as gpu_draw
@@ -483,9 +484,9 @@ def test_gpu_greedy_chooses_nothing_without_numbers(
 def filtered(logits: Tensor, columns: dict[str, Tensor]) -> Tensor:
     """The plain form, as a plain lane has it."""
     kept = logits.float() / columns["temperature"].clamp(min=1e-6)
-    for name in ("top_k", "top_p", "min_p", "typical_p"):
+    for name, each in PLAIN.items():
         if name in columns:
-            kept = getattr(sampling, name)(kept, columns[name])
+            kept = each.keep(kept, columns[name])
     return kept
 
 
@@ -495,17 +496,15 @@ FILTERS = {
     "top_k": [5, 0, 3, 400, 1, 5000],
     "top_p": [0.5, 0.9, 0.3, 1.0, 0.99, 0.0],
     "min_p": [0.1, 0.0, 0.5, 0.02, 1.0, 0.3],
-    "typical_p": [0.9, 0.3, 0.2, 0.99, 1.0, 0.05],
 }
 ALONE_AND_TOGETHER = [
     (),
     ("top_k",),
     ("top_p",),
     ("min_p",),
-    ("typical_p",),
     ("top_k", "top_p"),
-    ("top_p", "typical_p"),
-    ("top_k", "top_p", "min_p", "typical_p"),
+    ("top_p", "min_p"),
+    ("top_k", "top_p", "min_p"),
 ]
 
 
@@ -554,7 +553,7 @@ def test_gpu_draw_keeps_the_lowest_ids_of_equals(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(gpu_draw, "TILE", 128)
     u = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
     logits, heat = torch.full((2, 1000), 2.0), torch.ones(2, 1)
-    cases = {"top_k": (300, 299), "top_p": (0.2996, 299), "typical_p": (0.2996, 299)}
+    cases = {"top_k": (300, 299), "top_p": (0.2996, 299)}
     for name, (value, last) in {**cases, "min_p": (0.5, 999)}.items():
         columns = {"temperature": heat, name: torch.tensor([[value]] * 2)}
         assert gpu_draw.draw_filtered(logits, u, columns).tolist() == [0, last]

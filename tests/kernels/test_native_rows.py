@@ -300,8 +300,8 @@ def test_choose_has_the_same_bits_on_any_threads() -> None:
 # --- the draw ---
 
 DRAWN: list[dict[str, float]] = [
-    {}, {"top_k": 1}, {"top_k": 40}, {"top_p": 0.0}, {"top_p": 0.9}, {"min_p": 0.05}, {"typical_p": 0.7},
-    {"top_k": 40, "top_p": 0.95, "min_p": 0.01, "typical_p": 0.9}, {"top_p": 1.0, "top_k": 10**6},
+    {}, {"top_k": 1}, {"top_k": 40}, {"top_p": 0.0}, {"top_p": 0.9}, {"min_p": 0.05},
+    {"top_k": 40, "top_p": 0.95, "min_p": 0.01}, {"top_p": 1.0, "top_k": 10**6},
 ]  # fmt: skip
 
 

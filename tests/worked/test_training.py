@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from regard.decode.sampling import beam_search, greedy, top_k, top_p
+from regard.decode.filters import top_k, top_p
+from regard.decode.sampling import beam_search, greedy
 from regard.mask import Causal, Span, Visible
 from regard.train.loss import (
     IGNORE,

@@ -1,5 +1,5 @@
-/* The next token of each row, drawn without sorting the vocabulary: what a mask allows, temperature, top-k, top-p, min-p
-   and typical-p in this order, then the inverse of the cumulative probability. decode/sampling.py has the plain form.
+/* The next token of each row, drawn without sorting the vocabulary: what a mask allows, temperature, top-k, top-p and min-p
+   in this order, then the inverse of the cumulative probability. decode/sampling.py has the plain form.
 
    A filter keeps the best tokens up to a number or a mass. Its cut is found digit by digit: a histogram of the first 11
    bits of the sort keys tells those of the cut; one of the next 11, over the keys that begin with these, tells more of
@@ -21,7 +21,7 @@ struct draw {
     const uint32_t *mask; /* (rows, words of 32 tokens) */
     const float *temperature;
     const int64_t *top_k;
-    const float *top_p, *min_p, *typical_p;
+    const float *top_p, *min_p;
     const int64_t *seed, *key, *count;
     int64_t *tokens;
 };
@@ -128,19 +128,6 @@ static void weigh(float *w, const float *x, const uint32_t *mask, int64_t n, flo
     }
 }
 
-/* Keeps tokens whose surprise is nearest to the entropy. `x` are the logits, `scale` is 1 / temperature. */
-static void keep_typical(float *w, uint32_t *keys, const float *x, int64_t n, float top, float scale, float p) {
-    double sum = sum_of(w, n), entropy = 0, log_sum = log(sum);
-    for (int64_t i = 0; i < n; i++)
-        if (w[i] > 0) entropy += w[i] * (log_sum - (x[i] - top) * scale);
-    entropy /= sum;
-    for (int64_t i = 0; i < n; i++) {
-        float apart = fabsf((float)(log_sum - (x[i] - top) * scale - entropy));
-        memcpy(keys + i, &apart, 4);
-    }
-    keep_best(w, keys, n, 0, p * sum);
-}
-
 /* w and keys are room for n numbers each. */
 static int64_t draw_row(const struct draw *c, int64_t row, float *w, uint32_t *keys) {
     int64_t n = c->vocab, i = 0;
@@ -150,7 +137,7 @@ static int64_t draw_row(const struct draw *c, int64_t row, float *w, uint32_t *k
     if (top == -INFINITY) return -1;
     if (!(hot > 0)) return first_of(x, mask, n, top);
     int64_t k = c->top_k ? c->top_k[row] : 0;
-    float p = c->top_p ? c->top_p[row] : 1, typical = c->typical_p ? c->typical_p[row] : 1;
+    float p = c->top_p ? c->top_p[row] : 1;
     if (k > 0 || p < 1)
         for (i = 0; i < n; i++) keys[i] = descending(x[i]);
     float scale = 1 / (hot > 1e-6f ? hot : 1e-6f);
@@ -159,7 +146,6 @@ static int64_t draw_row(const struct draw *c, int64_t row, float *w, uint32_t *k
     if (p < 1) keep_best(w, keys, n, 0, p * sum_of(w, n));
     float least = c->min_p ? c->min_p[row] : 0;
     for (i = 0; least > 0 && i < n; i++) w[i] = w[i] < least ? 0 : w[i];
-    if (typical < 1) keep_typical(w, keys, x, n, top, scale, typical);
     uint64_t bits = mix(mix(mix((uint64_t)c->seed[row]) ^ (uint64_t)c->key[row]) ^ (uint64_t)c->count[row]);
     double goal = (double)(bits >> 11) * 0x1p-53 * sum_of(w, n), before = 0, part = 0;
     int64_t found = 0;

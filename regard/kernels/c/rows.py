@@ -33,11 +33,10 @@ DRAWN_BY = {
 }
 DRAWN_BY |= {
     "min_p": torch.float32,
-    "typical_p": torch.float32,
     "seed": torch.int64,
     "key": torch.int64,
 }
-DRAW = Struct("14q")
+DRAW = Struct("13q")
 CALLS: dict[str, Callable[[bytes], int]] = {}
 
 

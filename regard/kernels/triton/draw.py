@@ -1,5 +1,5 @@
-"""The next token drawn on a GPU without sorting the vocabulary: temperature, top-k, top-p, min-p and typical-p in this
-order, then the inverse of the cumulative probability. decode/sampling.py has the plain form.
+"""The next token drawn on a GPU without sorting the vocabulary: temperature, top-k, top-p and min-p in this order,
+then the inverse of the cumulative probability. decode/sampling.py has the plain form.
 
 Each token has a rank in its row, an int64 with the bits of its score above those of its id, so that no two are equal
 and of equal scores the lowest id comes first. A filter keeps the ranks from one number per row upwards, the cut: the
@@ -24,11 +24,12 @@ from regard.kernels.triton.linear import jit, launch, triton
 if triton is not None:
     import triton.language as tl
 
-    STAT = tl.constexpr(8)  # numbers that a search keeps of a row
+    STAT = tl.constexpr(6)  # numbers that a search keeps of a row
 
 CHUNK = 4096  # tokens per program
 TILE = 2048  # listed tokens at a time in `_settle`
 BINS = 128  # of scores, in each of two rounds
+KINDS = ("top_k", "top_p", "min_p")  # the filters, in this order
 
 
 # --- what a program reads -----------------------------------------------------------------------------------------
@@ -51,16 +52,7 @@ def _rank(score, i):
 
 
 @jit
-def _score(x, top, log_sum, entropy, KIND: tl.constexpr):
-    """What tokens are sorted by: x itself, or how near its surprise is to the entropy."""
-    if KIND == "typical_p":
-        return -tl.abs(-((x - top) - log_sum) - entropy)
-    else:
-        return x
-
-
-@jit
-def _kept(logits, heat, cuts, stat, b, i, V, CUT: tl.constexpr, TYPICAL: tl.constexpr):
+def _kept(logits, heat, cuts, b, i, V, CUT: tl.constexpr):
     """Logits over the temperature at the ids i of row b, -inf where a filter has dropped them. NaN counts as dropped;
     the temperature 0 counts as 1, see `_pick`."""
     x = tl.load(logits + b * V + i, mask=i < V, other=float("-inf")).to(tl.float32)
@@ -68,20 +60,15 @@ def _kept(logits, heat, cuts, stat, b, i, V, CUT: tl.constexpr, TYPICAL: tl.cons
     t = tl.where(t > 0, tl.maximum(t, 1e-6), 1.0)
     x = tl.minimum(tl.div_rn(tl.where(x == x, x, float("-inf")), t), 3e38)
     if CUT:
-        x = tl.where(_rank(x, i) >= tl.load(cuts + 2 * b), x, float("-inf"))
-    if TYPICAL:
-        top, log_sum, entropy, _ = _stat(stat, b)
-        near = _rank(_score(x, top, log_sum, entropy, "typical_p"), i)
-        x = tl.where(near >= tl.load(cuts + 2 * b + 1), x, float("-inf"))
+        x = tl.where(_rank(x, i) >= tl.load(cuts + b), x, float("-inf"))
     return x
 
 
 @jit
 def _stat(stat, b):
-    """What a search knows of row b: the largest x, log sum exp(x - largest), the entropy, the goal; then the
-    range of the bins."""
+    """What a search knows of row b: the largest x, the goal; then the range of the bins."""
     at = stat + STAT * b
-    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    return tl.load(at), tl.load(at + 1)
 
 
 @jit
@@ -114,38 +101,31 @@ def _mass(
     logits,
     heat,
     cuts,
-    stat,
     parts,
     counts,
     V,
     FIRST: tl.constexpr,
     CUT: tl.constexpr,
-    TYPICAL: tl.constexpr,
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of a chunk: the largest x, sum exp(x - largest), sum exp(x - largest) (x - largest), the smallest x. And no bin
-    has a token yet."""
+    """Of a chunk: the largest x, sum exp(x - largest), the smallest x. And no bin has a token yet."""
     _wait(PDL)
     b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     chunks = tl.num_programs(1)
     i = c * CHUNK + tl.arange(0, CHUNK)
-    x = _kept(logits, heat, cuts, stat, b, i, V, CUT, TYPICAL)
+    x = _kept(logits, heat, cuts, b, i, V, CUT)
     top = tl.max(x, 0)
-    under = x - tl.maximum(top, -3e38)
-    mass = tl.exp(under)
     to = parts + b * 4 * chunks + c
     tl.store(to, top)
-    tl.store(to + chunks, tl.sum(mass, 0))
-    tl.store(to + 2 * chunks, tl.sum(tl.where(mass > 0, mass * under, 0.0), 0))
+    tl.store(to + chunks, tl.sum(tl.exp(x - tl.maximum(top, -3e38)), 0))
     tl.store(to + 3 * chunks, tl.min(tl.where(x == float("-inf"), 3e38, x), 0))
     if c == 0:
-        tl.store(counts + 4 * BINS * b + tl.arange(0, 4 * BINS), tl.zeros([4 * BINS], tl.int32))
+        tl.store(counts + 2 * BINS * b + tl.arange(0, 2 * BINS), tl.zeros([2 * BINS], tl.int32))
         if FIRST:
             # Nothing is dropped yet.
-            tl.store(cuts + 2 * b, -9223372036854775807)
-            tl.store(cuts + 2 * b + 1, -9223372036854775807)
+            tl.store(cuts + b, -9223372036854775807)
 
 
 @jit
@@ -164,7 +144,7 @@ def _floor(want, cuts, parts, chunks, C: tl.constexpr, PDL: tl.constexpr):
     if p > 0:
         # The lowest rank with that score.
         rank = _rank(top + tl.log(tl.minimum(p, 1.0)), 0xFFFFFF)
-        tl.store(cuts + 2 * b, tl.maximum(tl.load(cuts + 2 * b), rank))
+        tl.store(cuts + b, tl.maximum(tl.load(cuts + b), rank))
 
 
 # --- the search for a cut -----------------------------------------------------------------------------------------
@@ -175,30 +155,19 @@ def _start(parts, want, b, V, chunks, KIND: tl.constexpr, C: tl.constexpr):
     """The range of scores in which the cut lies, and `_stat`."""
     tops = _part(parts, b, chunks, 0, float("-inf"), C)
     mass = _part(parts, b, chunks, 1, 0.0, C)
-    under = _part(parts, b, chunks, 2, 0.0, C)
     low = tl.min(_part(parts, b, chunks, 3, 3e38, C), 0)
     top = tl.maximum(tl.max(tops, 0), -3e38)
-    share = tl.exp(tops - top)
-    whole = tl.sum((mass * share).to(tl.float64), 0)
-    log_sum = tl.log(whole.to(tl.float32))
-    # Where nothing of a chunk is kept, its largest x is -inf.
-    under = tl.where(mass > 0, share * (under + mass * (tops - top)), 0.0)
-    entropy = log_sum - (tl.sum(under.to(tl.float64), 0) / whole).to(tl.float32)
+    whole = tl.sum((mass * tl.exp(tops - top)).to(tl.float64), 0)
     goal = tl.load(want + b).to(tl.float32)
-    high = top
-    if KIND != "top_k":
+    if KIND == "top_p":
         # Tokens less probable than (1 - p) / V have less than 1 - p in sum, so the cut lies above them.
         rare = tl.log((1 - goal) / V) - 0.01
-        if KIND == "top_p":
-            low = tl.maximum(low, top + log_sum + rare)
-        else:
-            low = -tl.maximum(entropy, -rare - entropy)
-            high = top * 0.0
+        low = tl.maximum(low, top + tl.log(whole.to(tl.float32)) + rare)
         # One token at least.
         goal = (tl.maximum(goal, 1e-12) * whole).to(tl.float32)
     # Just above the largest.
-    high = high + (tl.abs(high) + 1) * 1e-6
-    return low, high, top, log_sum, entropy, goal
+    high = top + (tl.abs(top) + 1) * 1e-6
+    return low, high, top, goal
 
 
 @jit
@@ -226,41 +195,35 @@ def _count(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Count the tokens of each bin, of typical_p those apart that are more probable than typical: in the whole range of
-    scores, or in what the round before has left of it. Then what lies above is weighed."""
+    """Count the tokens of each bin: in the whole range of scores, or in what the round before has left of it. Then what
+    lies above is weighed."""
     _wait(PDL)
     b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     chunks = tl.num_programs(1)
     if _active(heat, want, b, V, KIND):
-        x = _kept(logits, heat, cuts, stat, b, c * CHUNK + tl.arange(0, CHUNK), V, CUT, False)
+        x = _kept(logits, heat, cuts, b, c * CHUNK + tl.arange(0, CHUNK), V, CUT)
         at = stat + STAT * b
         if ROUND == 0:
-            low, high, top, log_sum, entropy, goal = _start(parts, want, b, V, chunks, KIND, C)
+            low, high, top, goal = _start(parts, want, b, V, chunks, KIND, C)
             if c == 0:
                 tl.store(at, top)
-                tl.store(at + 1, log_sum)
-                tl.store(at + 2, entropy)
-                tl.store(at + 3, goal)
+                tl.store(at + 1, goal)
         else:
-            top, log_sum, entropy, _ = _stat(stat, b)
+            top, _ = _stat(stat, b)
             first, last, low, high = _between(stat, parts, counts, b, chunks, KIND, 0, BINS, C)
             # A little more on both sides, for rounding.
             wide, small = (high - low) / (BINS - 1), 2.4e-7 * (tl.abs(low) + tl.abs(high))
             high = low + (last + 0.02) * wide + small
             low = low + (first - 1.02) * wide - small
         if c == 0:
-            tl.store(at + 4 + 2 * ROUND, low)
-            tl.store(at + 5 + 2 * ROUND, high)
-        bin = _bin(_score(x, top, log_sum, entropy, KIND), low, high, BINS)
+            tl.store(at + 2 + 2 * ROUND, low)
+            tl.store(at + 3 + 2 * ROUND, high)
+        bin = _bin(x, low, high, BINS)
         if ROUND == 1:
             weight = tl.where(bin == BINS, _weight(x, top, KIND), 0.0)
             tl.store(parts + (b * 4 + 2) * chunks + c, tl.sum(weight, 0))
-        bin = tl.where(bin == BINS, 0, bin)
-        SIZE: tl.constexpr = 2 * BINS if KIND == "typical_p" else BINS
-        if KIND == "typical_p":
-            bin = tl.where(log_sum - (x - top) < entropy, bin + BINS, bin)
-        n = tl.histogram(bin, SIZE)
-        to = counts + (2 * b + ROUND) * 2 * BINS + tl.arange(0, SIZE)
+        n = tl.histogram(tl.where(bin == BINS, 0, bin), BINS)
+        to = counts + (2 * b + ROUND) * BINS + tl.arange(0, BINS)
         tl.atomic_add(to, n, mask=n > 0, sem="relaxed")
 
 
@@ -285,24 +248,16 @@ def _between(
 ):
     """The lowest and the highest bin of a round in which the cut may lie, and its range: a token weighs no less than
     the lower end of its bin, no more than the upper one. Bins are taken to be wider by a hundredth, for rounding."""
-    top, log_sum, entropy, goal = _stat(stat, b)
-    low = tl.load(stat + STAT * b + 4 + 2 * ROUND)
-    high = tl.load(stat + STAT * b + 5 + 2 * ROUND)
+    top, goal = _stat(stat, b)
+    low = tl.load(stat + STAT * b + 2 + 2 * ROUND)
+    high = tl.load(stat + STAT * b + 3 + 2 * ROUND)
     j, wide = tl.arange(0, BINS), (high - low) / (BINS - 1)
-    at = counts + (2 * b + ROUND) * 2 * BINS + j
+    at = counts + (2 * b + ROUND) * BINS + j
     n = tl.where(j > 0, tl.load(at), 0).to(tl.float32)
     less, more = n, n
-    if KIND != "top_k":
-        start = low - top if KIND == "top_p" else low
-        lower, upper = start + (j - 1.01) * wide, start + (j + 0.01) * wide
-        if KIND == "top_p":
-            less, more = _times(n, lower), _times(n, upper)
-        else:
-            # How much more probable the typical token is than the most probable one.
-            base = log_sum - entropy
-            m = tl.where(j > 0, tl.load(at + BINS), 0).to(tl.float32)
-            less = _times(n, base + lower) + _times(m, base - upper)
-            more = _times(n, base + upper) + _times(m, base - lower)
+    if KIND == "top_p":
+        less = _times(n, low - top + (j - 1.01) * wide)
+        more = _times(n, low - top + (j + 0.01) * wide)
     least = tl.cumsum(less, 0, reverse=True) * (1 - 1e-4)
     most = tl.cumsum(more, 0, reverse=True) * (1 + 1e-4)
     if ROUND == 1:
@@ -344,11 +299,10 @@ def _gather(
     chunks = tl.num_programs(1)
     if _active(heat, want, b, V, KIND):
         i = c * CHUNK + tl.arange(0, CHUNK)
-        x = _kept(logits, heat, cuts, stat, b, i, V, CUT, False)
-        top, log_sum, entropy, _ = _stat(stat, b)
+        x = _kept(logits, heat, cuts, b, i, V, CUT)
+        top, _ = _stat(stat, b)
         first, last, low, high = _between(stat, parts, counts, b, chunks, KIND, 1, BINS, C)
-        score = _score(x, top, log_sum, entropy, KIND)
-        bin, mass = _bin(score, low, high, BINS), tl.exp(x - top)
+        bin, mass = _bin(x, low, high, BINS), tl.exp(x - top)
         found = (x > float("-inf")) & (bin >= first) & (bin <= last)
         size = tl.sum(found.to(tl.int32), 0)
         tl.store(sizes + b * chunks + c, size)
@@ -359,7 +313,7 @@ def _gather(
         tl.store(part + 3 * chunks, tl.sum(weight, 0))
         if size > 0:
             to = (b * chunks + c) * CHUNK + tl.cumsum(found.to(tl.int32), 0) - 1
-            tl.store(ranks + to, _rank(score, i), mask=found)
+            tl.store(ranks + to, _rank(x, i), mask=found)
             tl.store(masses + to, mass, mask=found)
 
 
@@ -386,7 +340,7 @@ def _settle(
     _wait(PDL)
     b = tl.program_id(0).to(tl.int64)
     if _active(heat, want, b, V, KIND):
-        _, _, _, goal = _stat(stat, b)
+        _, goal = _stat(stat, b)
         above = tl.sum(_part(parts, b, chunks, 3, 0.0, C).to(tl.float64), 0)
         c, slot = tl.arange(0, C)[:, None], tl.arange(0, EACH)[None, :]
         size = tl.load(sizes + b * chunks + c, mask=c < chunks, other=0)
@@ -417,7 +371,7 @@ def _settle(
             enough = above + weight >= goal
             low, high = tl.where(enough, next_low, low), tl.where(enough, high, next_high)
         if most > 0:
-            tl.store(cuts + 2 * b + (KIND == "typical_p"), low)
+            tl.store(cuts + b, low)
         kept = tl.zeros([C], tl.float32)
         for start in range(0, most, EACH):
             here = slot + start < size
@@ -437,14 +391,12 @@ def _pick(
     logits,
     heat,
     cuts,
-    stat,
     parts,
     u,
     tokens,
     V,
     chunks,
     CUT: tl.constexpr,
-    TYPICAL: tl.constexpr,
     C: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
@@ -464,7 +416,7 @@ def _pick(
     chunk = tl.minimum(tl.sum((upto <= goal).to(tl.int32), 0), tl.max(tl.where(mass > 0, c, 0), 0))
     chunk = tl.where(greedy, tl.min(tl.where(tops == top, c, chunks - 1), 0), chunk)
     i = tl.arange(0, CHUNK)
-    x = _kept(logits, heat, cuts, stat, b, chunk * CHUNK + i, V, CUT, TYPICAL)
+    x = _kept(logits, heat, cuts, b, chunk * CHUNK + i, V, CUT)
     here = tl.maximum(tl.max(x, 0), -3e38)
     goal = (goal - tl.sum(tl.where(c < chunk, mass, 0.0), 0)) / tl.exp(here - top)
     mass = tl.exp(x - here).to(tl.float64)
@@ -515,7 +467,7 @@ def allow(logits: Tensor, words: Tensor) -> Tensor:
 
 def draw_filtered(logits: Tensor, u: Tensor, columns: dict[str, Tensor]) -> Tensor:
     """Tokens (n) int64 from logits (n V), contiguous, and u (n) float64 in [0, 1). `columns` (n 1): "temperature", and
-    those of top_k, top_p, min_p and typical_p that some row uses; a row with the temperature 0 takes its largest logit.
+    those of KINDS that some row uses; a row with the temperature 0 takes its largest logit.
     A row with NaN or infinity gets some token, one whose logits are all -inf -1. See
     test_gpu_draw_matches_sampling."""
     n, vocab = logits.shape
@@ -526,16 +478,14 @@ def draw_filtered(logits: Tensor, u: Tensor, columns: dict[str, Tensor]) -> Tens
     per_chunk = {"CHUNK": CHUNK, "PDL": pdl, "num_warps": 8, **extra}
     new = partial(torch.empty, device=logits.device)
     heat = columns["temperature"]
-    cuts, stat = new(n, 2, dtype=torch.int64), new(n, STAT.value)
+    cuts, stat = new(n, dtype=torch.int64), new(n, STAT.value)
     parts, tokens = new(n, 4, chunks), new(n, dtype=torch.int64)
-    counts = new(n, 2, 2 * BINS, dtype=torch.int32)
-    shared = (logits, heat, cuts, stat)
+    counts = new(n, 2, BINS, dtype=torch.int32)
+    shared = (logits, heat, cuts)
     mass = partial(_mass[n, chunks], *shared, parts, counts, vocab, BINS=BINS, **per_chunk)
-    mass(FIRST=True, CUT=False, TYPICAL=False)
-    # A cut in the order of x, and one in the order of typical_p.
-    cut = typical = False
-    kinds = [kind for kind in ("top_k", "top_p", "min_p", "typical_p") if kind in columns]
-    for kind in kinds:
+    mass(FIRST=True, CUT=False)
+    kinds = [kind for kind in KINDS if kind in columns]
+    for i, kind in enumerate(kinds):
         want = columns[kind]
         if kind == "min_p":
             _floor[(n,)](want, cuts, parts, chunks, C=padded, PDL=pdl, num_warps=1, **extra)
@@ -547,17 +497,14 @@ def draw_filtered(logits: Tensor, u: Tensor, columns: dict[str, Tensor]) -> Tens
                 new(n, chunks, CHUNK, dtype=torch.int64),
                 new(n, chunks, CHUNK),
             )
-            bins = {"CUT": cut, "BINS": BINS, **search}
-            for i in range(2):
-                _count[n, chunks](logits, *found, counts, vocab, ROUND=i, **bins)
+            bins = {"CUT": i > 0, "BINS": BINS, **search}
+            for round in range(2):
+                _count[n, chunks](logits, *found, counts, vocab, ROUND=round, **bins)
             _gather[n, chunks](logits, *found, counts, *listed, vocab, **bins)
             each = max(1, TILE // padded)
             _settle[(n,)](*found, *listed, vocab, chunks, EACH=each, **search)
-        cut, typical = cut or kind != "typical_p", kind == "typical_p"
         # The draw needs the mass of each chunk alone, and a search leaves that behind.
         if kind == "min_p" or kind != kinds[-1]:
-            mass(FIRST=False, CUT=cut, TYPICAL=typical)
-    _pick[(n,)](
-        *(*shared, parts, u, tokens, vocab, chunks), CUT=cut, TYPICAL=typical, C=padded, **per_chunk
-    )
+            mass(FIRST=False, CUT=True)
+    _pick[(n,)](*shared, parts, u, tokens, vocab, chunks, CUT=bool(kinds), C=padded, **per_chunk)
     return tokens

@@ -1,0 +1,84 @@
+"""The sampling filters: which tokens may be drawn. A filter is one record of FILTERS.
+
+    FILTERS["my_filter"] = Filter(keep, (0.0, 1.0), neutral=1.0)
+
+after which `regard.generate(..., my_filter=0.5)` and `Settings(filters=(("my_filter", 0.5),))` take it in every runner:
+by its plain form, or where it has one by its form in C (kernels/c/draw.c) or Triton (kernels/triton/draw.py).
+
+A filter takes logits and gives logits, -inf for what may not be chosen, so filters chain, in the order of the table,
+and the softmax at the end renormalises. Its value is that of each row: a number or a column (n 1). Equal logits go to
+the lowest id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Filter:
+    """`keep(logits, value)`; the range of its value, and the value that keeps all. `fast`: where it has a form of its
+    own, "c" or "triton"."""
+
+    keep: Callable[[Tensor, Tensor], Tensor]
+    limits: tuple[float, float]
+    neutral: float
+    fast: frozenset[str] = frozenset()
+
+
+def top_k(logits: Tensor, k: int | Tensor) -> Tensor:
+    """Keep the k largest (0 keeps all)."""
+    if isinstance(k, int) and k < 1:
+        raise UsageError(f"top_k={k} would leave no token; give 1 or more")
+    order = logits.argsort(dim=-1, descending=True, stable=True)
+    k = torch.where(k > 0, k, logits.shape[-1]) if isinstance(k, Tensor) else k
+    return _only(logits, order, torch.arange(logits.shape[-1], device=logits.device) < k)
+
+
+def top_p(logits: Tensor, p: float | Tensor) -> Tensor:
+    """Keep the smallest set of most probable tokens whose mass is >= p, one at least (Holtzman et al. 2020)."""
+    if isinstance(p, float | int) and not 0 <= p <= 1:
+        raise UsageError(f"top_p={p} is no probability; give a number from 0 to 1")
+    order = logits.argsort(dim=-1, descending=True, stable=True)
+    probs = logits.softmax(-1).gather(-1, order)
+    # 1 keeps the tail.
+    keep = (_before(probs) < p) | (torch.as_tensor(p, device=logits.device) >= 1)
+    keep[..., 0] = True
+    return _only(logits, order, keep)
+
+
+def min_p(logits: Tensor, p: float | Tensor) -> Tensor:
+    """Keep what is at least p times as probable as the most probable token."""
+    probs = logits.softmax(-1)
+    return logits.masked_fill(probs < p * probs.amax(-1, keepdim=True), -torch.inf)
+
+
+def _before(probs: Tensor) -> Tensor:
+    """The mass of the tokens in front of each."""
+    return F.pad(probs.cumsum(-1)[..., :-1], (1, 0))
+
+
+def _only(logits: Tensor, order: Tensor, keep: Tensor) -> Tensor:
+    """`keep` speaks of ranks; `order` (... V) lists the ids by rank."""
+    kept = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, keep.expand_as(order))
+    return logits.masked_fill(~kept, -torch.inf)
+
+
+EVERYWHERE = frozenset({"c", "triton"})
+FILTERS: dict[str, Filter] = {
+    "top_k": Filter(top_k, (0, 10_000_000), 0, EVERYWHERE),
+    "top_p": Filter(top_p, (0.0, 1.0), 1.0, EVERYWHERE),
+    "min_p": Filter(min_p, (0.0, 1.0), 0.0, EVERYWHERE),
+}
+
+
+def has_form(names: set[str], target: str) -> bool:
+    """Whether all of these filters have a form of their own there."""
+    return all(target in FILTERS[name].fast for name in names)
