@@ -42,10 +42,10 @@ from regard.decode.sampling import (
 from regard.decode.settings import MOST_TOPS, Request, Settings, Tops
 from regard.fast.cpu import Prepared
 from regard.fast.cuda import Normed, Pages, SlotContext, Stream, decoder, inner, why_not
+from regard.fast.cuda.prompts import RECORDED, Pack, Part, flat, sizes_of, two, up
+from regard.fast.cuda.record import Recorder, send
 from regard.kernels.triton.linear import MOST
 from regard.kernels.triton.measured import put_off, unmeasured
-from regard.kernels.triton.prompt import RECORDED, Pack, Part, flat, sizes_of, two, up
-from regard.kernels.triton.record import Recorder, send
 from regard.kernels.triton.sample import State, advance, best, greedy_advance
 from regard.mask import Causal, Full, Span
 from regard.models.base import Model, border

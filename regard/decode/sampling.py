@@ -18,10 +18,10 @@ from torch import Tensor
 from regard.decode.filters import FILTERS, has_form
 from regard.decode.lane import Row
 from regard.decode.settings import MOST_TOPS, Request, Settings
+from regard.fast.cuda.record import send, shared
 from regard.kernels.c import rows as native
 from regard.kernels.triton import draw as kernels
 from regard.kernels.triton.linear import ready
-from regard.kernels.triton.record import send, shared
 from regard.kernels.triton.sample import best
 
 

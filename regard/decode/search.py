@@ -19,8 +19,8 @@ from regard.decode.lane import BROKEN, Lane, Row, Slot
 from regard.decode.sampling import used_by
 from regard.decode.settings import Request, Result, Settings
 from regard.fast.cuda import Pages
-from regard.kernels.triton.prompt import two
-from regard.kernels.triton.record import Recorder, send
+from regard.fast.cuda.prompts import two
+from regard.fast.cuda.record import Recorder, send
 from regard.kernels.triton.sample import best
 
 ROOM = 64  # tokens that a text has room for at first, chosen for speed

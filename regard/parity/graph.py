@@ -11,8 +11,8 @@ from torch import Tensor
 from regard.decode.engine import Engine
 from regard.decode.graphs import Runner
 from regard.decode.settings import Request, Settings
+from regard.fast.cuda.prompts import two, up
 from regard.fast.watch import watch
-from regard.kernels.triton.prompt import two, up
 from regard.models import Model
 from regard.parity.trace import PAGE, Cells, Given, Recorder, Trace, trace_of
 

@@ -10,8 +10,8 @@ import torch
 from regard.decode.engine import Engine
 from regard.decode.graphs import Runner
 from regard.decode.settings import Request, Settings
+from regard.fast.cuda.record import Recorder
 from regard.kernels.triton import measured
-from regard.kernels.triton.record import Recorder
 from tests.decode.tiny import model
 
 KINDS = {

@@ -7,8 +7,8 @@ import torch
 
 from regard.decode.engine import Engine
 from regard.decode.settings import Request, Settings
+from regard.fast.cuda.record import Recorder
 from regard.kernels.triton import measured
-from regard.kernels.triton.record import Recorder
 from tests.gpu.test_graphs import build
 
 pytestmark = pytest.mark.skipif(

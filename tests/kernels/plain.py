@@ -13,7 +13,7 @@ from regard.decode.engine import Engine
 from regard.decode.filters import FILTERS
 from regard.decode.sampling import draw, uniform
 from regard.decode.settings import Request, Result, Settings
-from regard.kernels.triton.prompt import Pack
+from regard.fast.cuda.prompts import Pack
 
 # Per logit of the small models here, whose logits have a deviation of 0.7; float32 rounds them by
 # up to 7e-6.

@@ -19,10 +19,10 @@ from regard.decode.settings import Request, Result, Settings
 from regard.errors import UsageError
 from regard.fast import cuda
 from regard.fast.cuda import parts as cuda_parts
+from regard.fast.cuda import prompts as cuda_prompts
 from regard.kernels.triton import attention as gpu_attention
 from regard.kernels.triton import experts as gpu_experts
 from regard.kernels.triton import measured as gpu_measured
-from regard.kernels.triton import prompt as gpu_prompt
 from regard.kernels.triton import sample as gpu_sample
 from regard.models import Tokens, TransformerConfig
 from regard.position import LongRope
@@ -651,12 +651,12 @@ def test_packs_hold_every_token_once() -> None:
     texts = [[4, 5, 6], [7] * 70, [8]]
     ends = [[(5, 0)], [(0, 0), (1, 0)], [(3, 2)]]
     parts = [
-        gpu_prompt.Part(text, 0, range(10 * i, 10 * i + 9), end)
+        cuda_prompts.Part(text, 0, range(10 * i, 10 * i + 9), end)
         for i, (text, end) in enumerate(zip(texts, ends, strict=True))
     ]
-    sizes = gpu_prompt.sizes_of(parts, 8)
+    sizes = cuda_prompts.sizes_of(parts, 8)
     assert sizes == (128, 4, 96, 0, 12, 4, 0)
-    pack = gpu_prompt.Pack.of(gpu_prompt.flat(parts, sizes), sizes)
+    pack = cuda_prompts.Pack.of(cuda_prompts.flat(parts, sizes), sizes)
     assert pack.ids[pack.last].tolist() == [6, 7, 7, 8] and pack.rows.tolist() == [5, 0, 1, 3]
     assert pack.said.tolist() == [0, 0, 0, 2] and pack.lengths.tolist() == [3, 70, 70, 1]
     assert torch.equal(pack.grid.flatten()[pack.back][:74], torch.arange(74))
@@ -665,7 +665,7 @@ def test_packs_hold_every_token_once() -> None:
     assert pack.order.tolist() == [*range(74), *[73] * 54]
     assert pack.ends.tolist() == [0, 3, 73, 74, 74]
     for width in range(1, 5000):
-        up = gpu_prompt.up(width)
+        up = cuda_prompts.up(width)
         assert width <= up <= max(width + 63, width * 5 // 4)
 
 

@@ -15,6 +15,7 @@ from regard.decode import sampling
 from regard.decode.engine import Engine
 from regard.decode.filters import FILTERS as PLAIN
 from regard.decode.settings import Request, Settings
+from regard.fast.cuda import prompts as cuda_prompts
 from regard.kernels.triton import attention as gpu_attention
 from regard.kernels.triton import draw as gpu_draw
 from regard.kernels.triton import experts as gpu_experts
@@ -692,9 +693,9 @@ def test_gpu_lay_matches_indexing(turned: bool, rows: bool) -> None:
     h, g, d, length = 6, 2, 32, 90
     texts, page = [[1] * 7, [2] * 40, [3] * 33], 8
     pages = torch.randperm(36).view(3, 12).tolist()
-    parts = [gpu_prompt.Part(text, 3 * i, pages[i]) for i, text in enumerate(texts)]
-    sizes = gpu_prompt.sizes_of(parts, page)
-    pack = gpu_prompt.Pack.of(gpu_prompt.flat(parts, sizes), sizes)
+    parts = [cuda_prompts.Part(text, 3 * i, pages[i]) for i, text in enumerate(texts)]
+    sizes = cuda_prompts.sizes_of(parts, page)
+    pack = cuda_prompts.Pack.of(cuda_prompts.flat(parts, sizes), sizes)
     qkv = torch.randn(sizes[0], (h + 2 * g) * d)
     qkv[80:] = qkv[79]  # spare tokens repeat the last
     angles = (torch.rand(length, d // 2), torch.rand(length, d // 2)) if turned else None
@@ -721,10 +722,10 @@ def test_gpu_lay_matches_indexing(turned: bool, rows: bool) -> None:
 
 def test_only_a_recorded_pass_is_padded_to_few_sizes() -> None:
     def tokens(count: int, start: int = 0) -> int:
-        parts = [gpu_prompt.Part([1] * count, start, range(-(-(start + count) // 16)))]
-        return gpu_prompt.sizes_of(parts, 16).tokens
+        parts = [cuda_prompts.Part([1] * count, start, range(-(-(start + count) // 16)))]
+        return cuda_prompts.sizes_of(parts, 16).tokens
 
-    most = gpu_prompt.RECORDED
+    most = cuda_prompts.RECORDED
     assert [tokens(n) for n in (1, most - 500, most)] == [64, most, most]
     assert len({tokens(n) for n in range(1, most + 1)}) < 32
     assert [tokens(n) for n in (most + 1, 8283)] == [most + 64, 8320]

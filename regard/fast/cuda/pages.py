@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from regard.attention.protocol import Context
+from regard.fast.cuda.prompts import Pack
 from regard.kernels.triton import latent as gpu_latent
 from regard.kernels.triton.linear import ready
-from regard.kernels.triton.prompt import Pack
 from regard.mask import Span
 from regard.position import Rope
 

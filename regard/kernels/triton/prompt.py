@@ -1,17 +1,14 @@
-"""Prompts laid end to end, (t ...), so that no matrix product sees padding; only attention lays them out in rows (n s).
+"""Attention over prompts that are laid end to end, (t ...); only attention lays them out in rows (n s).
 
-Sizes are rounded up, so that a few CUDA graphs hold every pass: spare tokens repeat the last one, spare prompts the
-last prompt, and both write again what it wrote. One kernel turns queries and keys, stores keys and values in the pages
-of a cache, and lays all three out for torch's attention; `lay` is that in torch. What that has no form for (windows,
-sinks, a softcap, a text whose beginning is in the cache already) attends to the pages instead, by a kernel of ours.
+One kernel turns queries and keys, stores keys and values in the pages of a cache, and lays all three out for torch's
+attention; `lay` is that in torch. What that has no form for (windows, sinks, a softcap, a text whose beginning is in
+the cache already) attends to the pages instead, by a kernel of ours.
 """
 
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,140 +20,36 @@ from regard.kernels.triton.linear import Rms, jit, triton
 if triton is not None:
     import triton.language as tl
 
-RECORDED = 4096  # tokens of a pass over prompts that is recorded as a CUDA graph
 # q (n s h d), k and v (n s g d); or end to end: (t h d) and (t g d).
 Laid = tuple[Tensor, Tensor, Tensor]
 
 
-@dataclass
-class Part:
-    """Tokens of a prompt that are read now, after `start` that the cache has, into the pages of the whole text."""
+class Prompts(Protocol):
+    """n prompts that lie end to end, t tokens in all, s the most of one."""
 
-    tokens: Sequence[int]
-    start: int
-    pages: Sequence[int]
-    # What begins to write when the prompt is through: rows of the decoder, and how many tokens each has said.
-    ends: Sequence[tuple[int, int]] = ()
-    # A row that has its state or knows its source's pages; and the source's tokens.
-    home: int = 0
-    source: int = 0
-
-
-class Sizes(NamedTuple):
-    tokens: int
-    prompts: int
-    longest: int  # tokens of a prompt
-    whole: int  # tokens of a text, what is in the cache among them; 0 where nothing is
-    places: int  # pages of a text
-    ends: int
-    source: int  # tokens of the longest source
-
-
-def up(n: int, least: int = 64) -> int:
-    """n rounded up to a multiple of `least`, in steps of a quarter above 4 `least`."""
-    step = max(least, 1 << max(0, (n - 1).bit_length() - 3))
-    return -(-n // step) * step
-
-
-def two(n: int) -> int:
-    """The smallest power of two from n on; 0 of 0."""
-    return 1 << (n - 1).bit_length() if n else 0
-
-
-def sizes_of(parts: Sequence[Part], page: int) -> Sizes:
-    longest, tokens = up(max(len(p.tokens) for p in parts), 32), sum(len(p.tokens) for p in parts)
-    whole = up(max(p.start + len(p.tokens) for p in parts)) if any(p.start for p in parts) else 0
-    return Sizes(
-        # What no graph will hold is padded no further than a block.
-        up(tokens) if tokens <= RECORDED and not whole else -(-tokens // 64) * 64,
-        two(len(parts)),
-        longest,
-        whole,
-        -(-max(whole, longest) // page),
-        two(sum(len(p.ends) for p in parts)),
-        two(max(p.source for p in parts)),
-    )
-
-
-def flat(parts: Sequence[Part], sizes: Sizes) -> Tensor:
-    """All the numbers of a Pack, in its order, for one copy to the device."""
-    count = torch.tensor([len(p.tokens) for p in parts])
-    start, home = torch.tensor([(p.start, p.home) for p in parts]).T
-    first = count.cumsum(0) - count
-    row = torch.arange(len(parts)).repeat_interleave(count)
-    ids = torch.tensor([token for p in parts for token in p.tokens])
-    place = (every := torch.arange(len(ids))) - first[row]
-    # A spare place of a prompt has its last token, a spare page its last page.
-    grid = first[:, None] + torch.arange(sizes.longest).minimum(count[:, None] - 1)
-    pages = [[*p.pages[: sizes.places]] for p in parts]
-    table = torch.tensor([each + each[-1:] * (sizes.places - len(each)) for each in pages])
-    ends = [
-        (end - 1, *writer, size)
-        for p, end, size in zip(
-            parts, (first + count).tolist(), (start + count).tolist(), strict=True
-        )
-        for writer in p.ends
-    ]
-    columns = torch.tensor(ends, dtype=torch.long).view(-1, 4).T
-    by_token = (ids, start[row] + place, row, row * sizes.longest + place, every)
-    each = [
-        *(_filled(x, sizes.tokens) for x in by_token),
-        *(_filled(x, sizes.prompts) for x in (grid, table, start, start + count, home)),
-        _filled(torch.cat([first, count.sum()[None]]), sizes.prompts + 1),
-        *(_filled(x, sizes.ends) for x in columns),
-    ]
-    return torch.cat([x.flatten() for x in each])
-
-
-def _filled(x: Tensor, size: int) -> Tensor:
-    """The last of x repeated up to a size."""
-    return torch.cat([x, x[-1:].expand(size - len(x), *x.shape[1:])])
-
-
-@dataclass
-class Pack:
-    """Prompts on the device, int64."""
-
-    sizes: Sizes
-    ids: Tensor  # (t) tokens,
     pos: Tensor  # (t) their positions,
-    row: Tensor  # (t) their prompts
-    back: Tensor  # (t) their places in (n s),
+    row: Tensor  # (t) their prompts,
+    back: Tensor  # (t) their places in (n s)
     order: Tensor  # (t) and end to end
     grid: Tensor  # (n s) the token at each place
     table: Tensor  # (n places) each prompt's pages,
     starts: Tensor  # (n) how much of its text the cache has
-    totals: Tensor  # (n) and will have,
-    homes: Tensor  # (n) and a row that has its state or knows its source
-    ends: Tensor  # (n + 1) where each begins end to end, and the last ends
-    last: Tensor  # (e) the last token of those that are through,
-    rows: Tensor  # (e) where each goes on,
-    said: Tensor  # (e) what it has said
-    lengths: Tensor  # (e) and the length of its text
-    laid: dict[tuple[int, ...], Laid] = field(default_factory=dict)
+    totals: Tensor  # (n) and will have
+    ends: Tensor  # (n + 1) where each begins, and the last ends
 
-    @classmethod
-    def of(cls, numbers: Tensor, sizes: Sizes) -> Pack:
-        t, n, s, _, places, e, _ = sizes
-        each = numbers.split([*[t] * 5, n * s, n * places, n, n, n, n + 1, e, e, e, e])
-        ids, pos, row, back, order, grid, table, *rest = each
-        grid, table = grid.view(n, s), table.view(n, places)
-        return cls(sizes, ids, pos, row, back, order, grid, table, *rest)
+    @property
+    def longest(self) -> int: ...  # tokens of a prompt
 
-    def rooms(self, like: Tensor, heads: int, groups: int, d: int, rows: bool) -> Laid:
-        """Zeros for q, k and v, the same for every layer: what no token is written to stays zero."""
-        key = (heads, groups, d, rows)
-        if key not in self.laid:
-            shape = self.grid.shape if rows else self.order.shape
-            q, k, v = (like.new_zeros(*shape, count, d) for count in (heads, groups, groups))
-            self.laid[key] = q, k, v
-        return self.laid[key]
+    @property
+    def whole(self) -> int: ...  # tokens of a text, where the cache has some of one
+
+    def rooms(self, like: Tensor, heads: int, groups: int, d: int, rows: bool) -> Laid: ...
 
 
 # --- queries, keys and values in rows -------------------------------------------------------------------------------
 
 
-def lay(pack: Pack, q: Tensor, k: Tensor, v: Tensor) -> Laid:
+def lay(pack: Prompts, q: Tensor, k: Tensor, v: Tensor) -> Laid:
     """Tokens (t h d) in rows (n s h d)."""
     return q[pack.grid], k[pack.grid], v[pack.grid]
 
@@ -233,7 +126,7 @@ def _lay(
 
 def lay_qkv(
     qkv: Tensor,
-    pack: Pack,
+    pack: Prompts,
     keys: Tensor,
     values: Tensor,
     heads: int,
@@ -280,32 +173,32 @@ def lay_qkv(
     return rooms
 
 
-def gap(laid: Laid, pack: Pack) -> Tensor:
+def gap(laid: Laid, pack: Prompts) -> Tensor:
     """How many tokens back each key is from each query: (n s S)."""
     q, k, _ = laid
     at = torch.arange(q.shape[1], device=q.device)[None]
-    if pack.sizes.whole:
+    if pack.whole:
         at = at + pack.starts[:, None]
     return at[:, :, None] - torch.arange(k.shape[1], device=q.device)
 
 
-def seen(laid: Laid, pack: Pack, window: int | None) -> Tensor:
+def seen(laid: Laid, pack: Prompts, window: int | None) -> Tensor:
     """Which keys each query may see: (n 1 s S)."""
     back = gap(laid, pack)
     mask = (back >= 0) if window is None else (back >= 0) & (back < window)
     return mask[:, None]
 
 
-def attend(laid: Laid, pack: Pack, scale: float, window: int | None) -> Tensor:
+def attend(laid: Laid, pack: Prompts, scale: float, window: int | None) -> Tensor:
     """Causal attention of q (n s h d) over k, v of the same tokens, or of whole texts (n S g d) where some of them was
     in the cache; or of prompts that lie end to end. Back as tokens (t, h e)."""
     if laid[0].dim() == 3:
         q, k, v = (x.transpose(0, 1)[None] for x in laid)
-        o = by_document(q, k, v, pack.ends.int(), pack.sizes.longest, True, scale)
+        o = by_document(q, k, v, pack.ends.int(), pack.longest, True, scale)
         # Spare tokens are of no prompt: they have what the last token has.
         return o[0].transpose(0, 1).flatten(1)[pack.order]
     q, k, v = (x.transpose(1, 2) for x in laid)
-    mask = seen(laid, pack, window) if pack.sizes.whole or window is not None else None
+    mask = seen(laid, pack, window) if pack.whole or window is not None else None
     o = fused(q, k, v, mask, causal=mask is None, scale=scale)
     return o.transpose(1, 2).flatten(2).flatten(0, 1)[pack.back]
 
@@ -381,7 +274,7 @@ def over_pages(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    pack: Pack,
+    pack: Prompts,
     *,
     scale: float,
     window: int | None = None,
