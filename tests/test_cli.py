@@ -22,7 +22,7 @@ from regard.cli import generate as cli_generate
 from regard.cli import shared as cli_parse
 from regard.cli.main import COMMANDS, command_of, main
 from regard.evaluate import model
-from regard.fast import cpu
+from regard.fast.cpu import model as cpu
 from tests.text import tiny
 
 ROOT = Path(__file__).resolve().parents[1]

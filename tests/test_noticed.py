@@ -15,7 +15,7 @@ from regard.cache import Contiguous, Paged
 from regard.data.feed import Batch
 from regard.decode.engine import Engine
 from regard.decode.settings import Settings
-from regard.fast import cpu as lean
+from regard.fast.cpu import model as lean
 from regard.kernels.c import native
 from regard.layers import LM, Classify, LMHead, Norm, Tag
 from regard.mask import Span

@@ -18,7 +18,7 @@ from regard.decode.engine import Engine
 from regard.decode.graphs import source_size, why_plain
 from regard.decode.settings import Event, Request, Result
 from regard.errors import UsageError
-from regard.fast.cpu import NativeAttention
+from regard.fast.cpu.native import NativeAttention
 from regard.fast.invariant import invariant as steady
 from regard.machine import free_memory
 from regard.text import Stream, Tokenizer, needed

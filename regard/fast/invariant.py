@@ -31,7 +31,8 @@ from regard.attention.ordered import agrees, cancelling, dots
 from regard.attention.scores import Additive, Bilinear, Hard
 from regard.attention.sparse import Indexer, SparseAttention, fp8_dots
 from regard.errors import UsageError
-from regard.fast.cpu import Prepared, SteadyLatent
+from regard.fast.cpu import Prepared
+from regard.fast.cpu.join import SteadyLatent
 from regard.fast.specialise import replace, share
 from regard.kernels.linear import Packed, packs
 from regard.layers import FeedForward, LabelHead, LMHead, RMSNorm

@@ -12,7 +12,9 @@ from regard import Engine, Request, Settings
 from regard.attention import GQA
 from regard.block import Tower
 from regard.cache import Cache, Contiguous, Paged
-from regard.fast.cpu import NativeAttention, NativeStack, Step, prepare
+from regard.fast.cpu import prepare
+from regard.fast.cpu.native import NativeAttention
+from regard.fast.cpu.steps import NativeStack, Step
 from regard.kernels.c import native
 from regard.kernels.c.linear import NativeLinear, usable
 from regard.kernels.c.rows import choose

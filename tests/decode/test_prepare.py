@@ -14,7 +14,7 @@ from regard.attention import sparse as select
 from regard.block import Tower
 from regard.cache import LAYOUTS
 from regard.errors import Notice, UsageError
-from regard.fast import cpu as prepared
+from regard.fast.cpu import model as prepared
 from regard.fast.cpu import perplexity, prepare
 from regard.fast.cuda import decoder as decoder_of_slots
 from regard.kernels import linear

@@ -32,7 +32,7 @@ def test_int8_of_trained_weights_is_within_its_bars(
     model: Any = regard.load(STORIES)
     plain = regard.prepare(model, "fp32")
     if not native:
-        for module in (linear, sys.modules["regard.fast.cpu"]):
+        for module in (linear, sys.modules["regard.fast.cpu.model"]):
             monkeypatch.setattr(module, "usable", lambda precision: False)
     with lzma.open(text, "rt", encoding="utf-8") as file:
         ids = needed(tokenizer_of(model)).encode(file.read(12000))[:3072]

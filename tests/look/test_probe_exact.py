@@ -11,7 +11,7 @@ from regard.attention import DSA, GQA, MLA, Context, attend
 from regard.attention import sparse as select
 from regard.attention.core import Terms
 from regard.errors import UsageError
-from regard.fast import cpu as lean
+from regard.fast.cpu import native as lean
 from regard.fast.cpu import prepare
 from regard.fast.invariant import invariant
 from regard.kernels.c.linear import usable
