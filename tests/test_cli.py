@@ -152,7 +152,7 @@ def test_every_flag_has_a_comment_which_is_its_help() -> None:
 
 def test_every_setting_of_decoding_is_a_flag_that_is_left_to_the_folder() -> None:
     made = cli_parse.values(cli_generate.Options(model="m"))
-    for f in dataclasses.fields(regard.Settings):
+    for f in (f for f in dataclasses.fields(regard.Settings) if f.name != "filters"):
         assert made[f.name] is None or made[f.name] == f.default, f.name
 
 
