@@ -3,10 +3,10 @@ generated.
 
 A folder without tokenizer files gives None: the model then works on ids (`needed` says so to whoever has text).
 
-While ids come, each step of the library's decoder is told one list of pieces at a time. Text that was given never
-changes, and all of it joined is what the decoder makes of all pieces at once. A stage keeps only what may still change:
-bytes of an unfinished character, a run of byte pieces, a space that may be cut off. A decoder with a step that needs
-the whole text gives it all at the end.
+Ids become text by the bytes that each piece adds to it. Text that was given never changes, and all of it joined is
+what the library's decoder makes of all pieces at once; only what may still change is kept. (The library's own
+DecodeStream has no end, so that an unfinished character is lost; it raises on a wrong byte of a run of byte pieces,
+and each wrong byte costs it all those before.)
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import codecs
 import json
 import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders
+from tokenizers import AddedToken
 
 from regard.errors import UsageError
 from regard.files import TOKENIZER_FILES, model_folder, read_files
@@ -30,8 +29,6 @@ from regard.text.build import Files, Parts, Settings, blaming, check_unicode, co
 
 # Ids, and the characters each comes from.
 Located = tuple[list[int], list[tuple[int, int]]]
-# A step of a decoder: its settings, the library's object.
-Step = tuple[dict[str, Any], Any]
 
 
 class Tokenizer:
@@ -62,7 +59,7 @@ class Tokenizer:
         self.longest = max(map(len, known), default=1)  # characters of a token
         added = self.core.get_added_tokens_decoder().items()
         self._skipped = frozenset(index for index, token in added if token.special)
-        self._steps = steps(self.core.decoder)
+        self._spelling = Spelling(self.core.decoder)
         self._copies: dict[int, tokenizers.Tokenizer] = {}
         self._lock = threading.Lock()
 
@@ -121,15 +118,13 @@ class Tokenizer:
     ) -> str:
         """The text of the ids. `after`: the ids that stand before them, so that a first space is kept:
         decode(a) + decode(b, after=a) == decode(a + b) wherever a ends with a whole character."""
-        # The library gives up a whole run of bytes for one that is wrong; a stream cannot wait for that.
-        if after or any(settings["type"] == "ByteFallback" for settings, _ in self._steps):
-            text = self.detokenizer()
-            text.begin(self.pieces(after, skip_special=skip_special))
-            return text.push(self.pieces(ids, skip_special=skip_special)) + text.finish()
-        with blaming("these ids cannot be decoded"):
-            whole = self.core.decode(_checked(ids), skip_special_tokens=skip_special)
-        # Marian's text has no white space at its ends.
-        return whole.strip() if self.parts.source else whole
+        # The library is faster where it gives the same.
+        if not after and not self._spelling.fallback:
+            with blaming("these ids cannot be decoded"):
+                return self.core.decode(_checked(ids), skip_special_tokens=skip_special)
+        text = self.detokenizer()
+        text.begin(self.pieces(after, skip_special=skip_special))
+        return text.push(self.pieces(ids, skip_special=skip_special)) + text.finish()
 
     def pieces(self, ids: Iterable[int], *, skip_special: bool = True) -> list[str]:
         """The vocabulary's own strings, one per id; special tokens left out, ids beyond the vocabulary too."""
@@ -142,16 +137,16 @@ class Tokenizer:
         piece = self.core.id_to_token(index)
         if piece is None or index in self._skipped:
             return (piece or "").encode()
-        kinds = {settings["type"] for settings, _ in self._steps}
-        if "ByteLevel" in kinds:
-            return piece_bytes(piece)
-        if "ByteFallback" in kinds and re.fullmatch("<0x[0-9A-F]{2}>", piece):
-            return bytes([int(piece[3:5], 16)])
+        if self._spelling.adds_up and self._spelling.suffix is None:
+            return self._spelling(piece)
         return self.decode([index], after=[index]).encode()
 
     def detokenizer(self) -> Detokenizer:
         """Pieces -> text, step by step."""
-        return Detokenizer(self.core.decoder, self._steps, trim=self.parts.source is not None)
+        if not self._spelling.adds_up:
+            return Whole(self._spelling)
+        # Marian's text has no white space at its ends.
+        return Detokenizer(self._spelling, trim=self.parts.source is not None)
 
     def _encode(
         self, text: str, cutter: tokenizers.Tokenizer | None, special: bool, literal: bool
@@ -322,220 +317,143 @@ def _flags(token: Settings) -> dict[str, bool]:
     return {k: bool(token.get(k)) for k in ("lstrip", "rstrip", "single_word", "normalized")}
 
 
-# --- pieces -> text while they come ---------------------------------------------------------------------------------
+# --- pieces -> text while they come ---------------------------------------------------------------
+
+# Characters that no vocabulary should have: stands for the text before a piece.
+BEFORE = "\ue000"
+# Steps of a decoder that look at one piece, and at whether it is the first.
+BY_PIECE = {"Replace", "Strip", "Metaspace", "WordPiece"}
+# GPT-2's printable stand-ins for bytes: Latin-1's visible characters for themselves, U+0100 onwards
+# for the others.
+_VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [b for b in range(256) if b not in _VISIBLE]
+_BYTES = {chr(b): b for b in _VISIBLE} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
+# How bytes that are no UTF-8 are shown: U+FFFD for each of them.
+EACH_BYTE = "regard.each_byte"
+codecs.register_error(EACH_BYTE, lambda e: ("\ufffd" * (e.end - e.start), e.end))  # type: ignore[attr-defined]
 
 
-def steps(decoder: Any) -> list[Step]:
-    """The steps of a decoder, each as an object of its own."""
-    if decoder is None:
-        return []
-    state = json.loads(decoder.__getstate__())
-    each = state["decoders"] if state["type"] == "Sequence" else [state]
-    alone = [(settings, decoders.Fuse()) for settings in each]
-    for settings, step in alone:
-        step.__setstate__(json.dumps(settings).encode())
-    return alone
+class Spelling:
+    """The bytes that each piece adds to a text: what the library's decoder makes of it behind another piece.
+
+    `adds_up` says whether the text of many pieces is that of each, end to end. `suffix` ends a
+    word: a space, but nothing at the end of the text."""
+
+    def __init__(self, decoder: Any):
+        state = {"decoders": []} if decoder is None else json.loads(decoder.__getstate__())
+        steps = state.get("decoders", [state])
+        kinds = [step["type"] for step in steps]
+        # Without a decoder pieces have spaces between them.
+        self.decode: Callable[[list[str]], str] = " ".join if decoder is None else decoder.decode
+        self.adds_up = _adds_up(steps)
+        self.characters = kinds == ["ByteLevel"]
+        self.fallback = "ByteFallback" in kinds
+        self.suffix = steps[0]["suffix"] if kinds == ["BPEDecoder"] else None
+        # As the library shows bytes that are no UTF-8: those of a character that was begun as one.
+        # (With byte fallback it gives up a whole run of bytes for one that is wrong; here each stands
+        # for itself, as in SentencePiece.)
+        self.errors = EACH_BYTE if self.fallback else "replace"
+        self._known: dict[str, bytes] = {}
+
+    def __call__(self, piece: str, first: bool = False) -> bytes:
+        known = None if first else self._known.get(piece)
+        if known is None:
+            with blaming("these tokens cannot be decoded"):
+                known = self._bytes(piece, first)
+            if not first:
+                self._known[piece] = known
+        return known
+
+    def _bytes(self, piece: str, first: bool) -> bytes:
+        if self.characters:
+            return _byte_level(piece)
+        byte = _BYTE_PIECE.fullmatch(piece) if self.fallback else None
+        value = int(byte[1], 16) if byte else 0
+        if value > 127:
+            return bytes([value])
+        if first:
+            return self.decode([piece]).encode()
+        return self.decode([BEFORE, piece])[1:].encode()
+
+
+def _adds_up(steps: Sequence[Settings]) -> bool:
+    """Whether each piece adds a text of its own, whatever stands around it."""
+    kinds = [step["type"] for step in steps]
+    if kinds in (["ByteLevel"], ["BPEDecoder"]):
+        return True
+    if "WordPiece" in kinds and "ByteFallback" in kinds:
+        return False
+    # Behind `Fuse` all text is one piece, of whose beginning a space may be cut off.
+    end = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
+    cuts = [step for step in steps[end:] if step["type"] != "Fuse"]
+    short = all(c["type"] == "Strip" and (c["start"], c["stop"]) in ((0, 0), (1, 0)) for c in cuts)
+    return {*kinds[:end]} <= {*BY_PIECE, "ByteFallback"} and short and len(cuts) < 2
+
+
+def _byte_level(piece: str) -> bytes:
+    """The bytes of a byte-level piece; an added token is as it is."""
+    try:
+        return bytes([_BYTES[c] for c in piece])
+    except KeyError:
+        return piece.encode()
 
 
 class Detokenizer:
-    """Text of pieces, step by step: `push` gives what is certain, `finish` the rest."""
+    """Text of pieces, step by step: `push` gives what is certain, `finish` the rest.
 
-    def __init__(self, decoder: Any, steps: Sequence[Step], *, trim: bool = False):
-        self.stages = _stages(decoder, steps)
-        if trim:
-            self.stages.append(Trim())
+    An unfinished character waits for its other bytes; with `trim`, white space for what follows."""
+
+    def __init__(self, spelling: Spelling, *, trim: bool = False):
+        self.spelling, self.trim = spelling, trim
+        self.text = codecs.getincrementaldecoder("utf-8")(spelling.errors)
+        self.begun = self.shown = False
+        self.space, self.held = b"", ""
 
     def begin(self, pieces: list[str]) -> None:
         """Pieces that stand before the text: they are no part of it, but decide how it begins."""
         self.push(pieces)
-        for stage in self.stages:
-            stage.begun()
 
     def push(self, pieces: list[str]) -> str:
-        try:
-            for stage in self.stages:
-                pieces = stage.push(pieces)
-        # `blaming` around it would cost as much again, for each token.
-        except BaseException as e:
-            with blaming("these tokens cannot be decoded"):
-                raise e
-        return "".join(pieces)
+        data, suffix = [], self.spelling.suffix
+        for piece in pieces:
+            data += [self.space, self.spelling(piece, first=not self.begun)]
+            self.space = b" " if suffix and piece.endswith(suffix) else b""
+            self.begun = self.begun or bool(piece)
+        return self._trimmed(self.text.decode(b"".join(data)))
 
     def finish(self) -> str:
-        left: list[str] = []
-        with blaming("these tokens cannot be decoded"):
-            for stage in self.stages:
-                left = stage.push(left) + stage.finish()
-        return "".join(left)
+        return self._trimmed(self.text.decode(b"", final=True))
 
-
-class Stage:
-    """Pieces in, pieces out, now or later."""
-
-    def push(self, pieces: list[str]) -> list[str]:
-        raise NotImplementedError
-
-    def begun(self) -> None:
-        """What is kept now belongs to text that was shown before."""
-
-    def finish(self) -> list[str]:
-        return []
-
-
-def _stages(decoder: Any, steps: Sequence[Step]) -> list[Stage]:
-    """A stage for each step; behind `Fuse` (or ByteLevel, which joins too) all text is one piece."""
-    # Without a decoder pieces have spaces between them.
-    stages: list[Stage] = [] if steps else [Apart(SimpleNamespace(decode=" ".join))]
-    fused = False
-    for settings, step in steps:
-        kind = settings["type"]
-        by_character = kind == "Replace" and len(settings["pattern"].get("String", "")) == 1
-        if kind == "Fuse" or (kind == "ByteLevel" and not fused):
-            stages += [Bytes()] if kind == "ByteLevel" else []
-            fused = True
-        elif fused and kind == "Strip" and not settings["stop"]:
-            stages.append(Start(settings["content"], settings["start"]))
-        elif kind in ("Replace", "Strip") and (not fused or by_character):
-            stages.append(Apart(step, any_place=True))
-        elif kind in ("Metaspace", "WordPiece") and not fused:
-            stages.append(Apart(step))
-        elif kind in ("ByteFallback", "BPEDecoder") and not fused:
-            stages.append(ByteRuns() if kind == "ByteFallback" else Suffixes(step))
-        else:
-            return [Whole(decoder)]
-    return stages
-
-
-class Apart(Stage):
-    """A step that looks at one piece (and at whether it is the first): the library's own, asked piece by piece."""
-
-    def __init__(self, decoder: Any, any_place: bool = False):
-        self.decoder = decoder
-        self.before: list[str] = []
-        self.later = [] if any_place else [""]
-
-    def push(self, pieces: list[str]) -> list[str]:
-        out = []
-        for piece in pieces:
-            out.append(self.decoder.decode([*self.before, piece]))
-            self.before = self.later
-        return out
-
-
-class Bytes(Stage):
-    """Byte-level BPE: each character of a piece stands for a byte. An unfinished character waits; bytes that are no
-    UTF-8 become U+FFFD, one for each longest part that could have begun a character (as the library does)."""
-
-    errors = "replace"
-
-    def __init__(self) -> None:
-        self.text = codecs.getincrementaldecoder("utf-8")(self.errors)
-
-    def push(self, pieces: list[str]) -> list[str]:
-        return [self.text.decode(b"".join(map(piece_bytes, pieces)))]
-
-    def finish(self) -> list[str]:
-        return [self.text.decode(b"", final=True)]
-
-
-# GPT-2's printable stand-ins: Latin-1's visible characters for themselves, U+0100 onwards for the others.
-_VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_OTHERS = [b for b in range(256) if b not in _VISIBLE]
-_BYTES = {chr(b): b for b in _VISIBLE} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}
-
-
-def piece_bytes(piece: str) -> bytes:
-    """The bytes of a byte-level piece."""
-    try:
-        return bytes([_BYTES[c] for c in piece])
-    except KeyError:
-        # An added token, as it is.
-        return piece.encode("utf-8")
-
-
-class ByteRuns(Bytes):
-    """Byte fallback: pieces <0x..> are the bytes of a text. A character is given as soon as it is whole; each byte that
-    belongs to none is U+FFFD, as SentencePiece has it. (The library makes a whole run of bytes U+FFFD for a single
-    wrong one: a stream would wait for the run's end.)"""
-
-    errors = "regard.each_byte"
-
-    def push(self, pieces: list[str]) -> list[str]:
-        out = []
-        for piece in pieces:
-            if re.fullmatch(r"<0x(?:[0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>", piece):
-                out.append(self.text.decode(bytes([int(piece[3:5], 16)])))
-            else:
-                out += [*self.finish(), piece]
-        return [piece for piece in out if piece]
-
-
-codecs.register_error(ByteRuns.errors, lambda e: ("\ufffd" * (e.end - e.start), e.end))  # type: ignore[attr-defined]
-
-
-class Suffixes(Stage):
-    """BPE with an end-of-word suffix: it becomes a space, but nothing at the end of the text."""
-
-    def __init__(self, decoder: Any):
-        self.decoder = decoder
-        # What is left to say of the last piece, if more follows and if none does.
-        self.inside = self.at_end = ""
-
-    def push(self, pieces: list[str]) -> list[str]:
-        out = []
-        for piece in pieces:
-            inside, at_end = self.decoder.decode([piece, ""]), self.decoder.decode([piece])
-            same = len(at_end) if inside.startswith(at_end) else 0
-            out.append(self.inside + inside[:same])
-            self.inside, self.at_end = inside[same:], at_end[same:]
-        return out
-
-    def finish(self) -> list[str]:
-        return [self.at_end]
-
-
-class Start(Stage):
-    """Up to `count` characters cut from the beginning of the whole text."""
-
-    def __init__(self, character: str, count: int):
-        self.character, self.count = character, count
-
-    def push(self, pieces: list[str]) -> list[str]:
-        text = "".join(pieces)
-        while text and self.count:
-            self.count = self.count - 1 if text[0] == self.character else 0
-            text = text[1:] if text[0] == self.character else text
-        return [text]
-
-
-class Trim(Stage):
-    """No white space at the ends of the text."""
-
-    def __init__(self) -> None:
-        self.started, self.held = False, ""
-
-    def push(self, pieces: list[str]) -> list[str]:
-        text = self.held + "".join(pieces)
-        text = text if self.started else text.lstrip()
+    def _trimmed(self, text: str) -> str:
+        if not self.trim:
+            return text
+        text = self.held + (text if self.shown else text.lstrip())
         ready = text.rstrip()
-        self.started |= bool(ready)
+        self.shown = self.shown or bool(ready)
         self.held = text[len(ready) :]
-        return [ready]
+        return ready
 
 
-class Whole(Stage):
-    """Any other decoder: nothing is certain before the end."""
+class Whole(Detokenizer):
+    """A decoder whose pieces do not add up: nothing is certain before the end."""
 
-    def __init__(self, decoder: Any):
-        self.decoder, self.cut = decoder, 0
+    def __init__(self, spelling: Spelling):
+        super().__init__(spelling)
         self.pieces: list[str] = []
+        self.before = ""
 
-    def push(self, pieces: list[str]) -> list[str]:
+    def begin(self, pieces: list[str]) -> None:
+        self.push(pieces)
+        self.before = self._decoded() if pieces else ""
+
+    def push(self, pieces: list[str]) -> str:
         self.pieces += pieces
-        return []
+        return ""
 
-    def begun(self) -> None:
-        self.cut = len(self.decoder.decode(self.pieces))
+    def finish(self) -> str:
+        return self._decoded()[len(self.before) :]
 
-    def finish(self) -> list[str]:
-        return [self.decoder.decode(self.pieces)[self.cut :]]
+    def _decoded(self) -> str:
+        with blaming("these tokens cannot be decoded"):
+            return self.spelling.decode(self.pieces)
