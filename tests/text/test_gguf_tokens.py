@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Library
 
 from regard.errors import UsageError
 from regard.text import Tokenizer, needed
-from regard.text.build import KEY, PRE, tokenizer_files
+from regard.text.gguf import KEY, PRE, tokenizer_files
 from tests.text import tiny
 from tests.text.tiny import CORPUS, TEXTS
 

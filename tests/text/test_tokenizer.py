@@ -1,6 +1,7 @@
 """Files of a model folder -> the ids and the text that transformers makes of them."""
 
 import json
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as Library
 
-from regard.errors import UsageError
+from regard.errors import Fault, UsageError
 from regard.text import Special, Tokenizer, needed, special_ids
 from tests.text import tiny
 from tests.text.tiny import ALL, TEXTS, Files, dump
@@ -362,3 +363,16 @@ def test_replacements_that_multiply_are_refused(part: str) -> None:
         Tokenizer.from_files({"tokenizer.json": dump({**data, part: kind})})
     one = {**kind, f"{part}s": [step]}
     assert Tokenizer.from_files({"tokenizer.json": dump({**data, part: one})})
+
+
+@pytest.mark.parametrize("name", ["t5", "llama", "marian"])
+def test_sentencepiece_file_without_the_package_says_what_to_install(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, built = ALL[name](), load(ALL[name]()).core.to_str().encode()
+    monkeypatch.setitem(sys.modules, "sentencepiece.sentencepiece_model_pb2", None)
+    with pytest.raises(
+        Fault, match=r"pip install 'regard\[sentencepiece\]', or put the model's tok"
+    ):
+        load(files)
+    assert load({**files, "tokenizer.json": built}).vocab
