@@ -302,11 +302,14 @@ def test_folder_without_tokenizer_gives_none_and_a_hint(tmp_path: Path) -> None:
         ({"vocab.json": b'{"a": 0}', "merges.txt": b"a b\n"}, "do not make a tokenizer"),
         ({"vocab.json": b'{"a": 0}', "merges.txt": b"a b c\n"}, "do not make a tokenizer"),
         ({"vocab.txt": b"a\nb\n"}, "no cls token '\\[CLS\\]'"),
-        ({"spiece.model": b""}, "is not a SentencePiece model .it holds no pieces"),
-        ({"spiece.model": b"\x0a\xff\xff"}, "is not a SentencePiece model"),
-        ({"tokenizer.model": b"IQ== 0\nIg== 1\n"}, "is not a SentencePiece model"),
         ({"source.spm": b"", "target.spm": b""}, "no vocab.json"),
-        (tiny.marian(separate_vocabs=True), "separate_vocabs"),
+        (
+            {
+                **dict.fromkeys(("source.spm", "target.spm", "vocab.json"), b"{}"),
+                "tokenizer_config.json": b'{"separate_vocabs": true}',
+            },
+            "separate_vocabs",
+        ),
         (tiny.gpt2(additional_special_tokens=7), "special token .* is odd"),
         ({"vocab.txt": b"a", "tokenizer_config.json": b"[]"}, "must hold a JSON object"),
         (
@@ -325,6 +328,22 @@ def test_folder_without_tokenizer_gives_none_and_a_hint(tmp_path: Path) -> None:
 def test_bad_files_are_refused_with_the_reason(files: Files, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         Tokenizer.from_files(files)
+
+
+@pytest.mark.parametrize(
+    "name, data, said",
+    [
+        ("spiece.model", b"", "is not a SentencePiece model .it holds no pieces"),
+        ("spiece.model", b"\x0a\xff\xff", "is not a SentencePiece model"),
+        ("tokenizer.model", b"IQ== 0\nIg== 1\n", "is not a SentencePiece model"),
+    ],
+)
+def test_bad_sentencepiece_file_is_refused_with_the_reason(
+    name: str, data: bytes, said: str
+) -> None:
+    pytest.importorskip("sentencepiece")
+    with pytest.raises(UsageError, match=said):
+        Tokenizer.from_files({name: data})
 
 
 @pytest.mark.parametrize("name", ["t5", "llama", "marian"])

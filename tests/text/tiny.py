@@ -5,6 +5,7 @@ import struct
 from collections.abc import Callable
 from functools import cache
 
+import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 CORPUS = [
@@ -119,7 +120,11 @@ def field(number: int, value: int | bytes | float) -> bytes:
 
 
 def proto(pieces: list[Piece], model: int, *, prefix: bool = True, squeeze: bool = True) -> bytes:
-    """A SentencePiece model; an id of -1 and a field that nobody reads are in it as in real ones."""
+    """A SentencePiece model; an id of -1 and a field that nobody reads are in it as in real ones.
+
+    Who asks for one means to read it, which takes the package: without it the test is skipped."""
+    for package in ("sentencepiece", "google.protobuf"):
+        pytest.importorskip(package, reason="pip install 'regard[sentencepiece]'")
     out = b"".join(
         field(1, field(1, text.encode()) + field(2, score) + (field(3, kind) if kind != 1 else b""))
         for text, score, kind in pieces
