@@ -18,7 +18,6 @@ from regard.data import train_tokenizer as module
 from regard.data.train_tokenizer import (
     KINDS,
     Recipe,
-    _digamma,
     lattice_of,
     learn,
     train_tokenizer,
@@ -232,14 +231,6 @@ def test_smaller_lattice_is_the_lattice_of_fewer_pieces() -> None:
     inside = lattice_of(pieces, pieces, whole=False)
     inside = inside.only(stays[inside.piece] & stays[inside.word])
     assert inside.best(score)[kept].tolist() == [-np.inf, -np.inf, score[2] + score[0]]
-
-
-def test_digamma_is_the_derivative_of_log_gamma() -> None:
-    import torch
-
-    x = np.array([0.5, 1.0, 3.7, 1e3, 1e7])
-    want = torch.digamma(torch.from_numpy(x)).numpy()
-    np.testing.assert_allclose(_digamma(x), want, rtol=1e-9)  # the series is cut after three terms
 
 
 def test_rare_words_beyond_the_limit_leave_their_characters(
