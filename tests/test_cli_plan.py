@@ -10,7 +10,8 @@ import torch
 
 import regard
 from regard.cli.main import main
-from regard.data.config import Data, Survey
+from regard.data.config import Data
+from regard.data.survey import Survey
 from regard.presets import build
 from regard.train.config import Config
 from regard.train.plan import cache_bytes, step_seconds

@@ -1,18 +1,15 @@
 """The table [data] of a training config, and what it becomes: files -> records -> ids in shards -> a feed. `KINDS` has
-a row for each way to read data. `survey` says what the data holds before it is read.
+a row for each way to read data.
 
 Ids are written once, into a folder, and used again as long as files, tokenizer and settings are the same.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,23 +17,14 @@ import numpy as np
 
 from regard.config import Count, Fraction, Positive, Share, Whole, settings
 from regard.data import feed as feeds
-from regard.data import read, tokens
-from regard.data.read import Source, format_of, records
-from regard.data.shards import (
-    MANIFEST,
-    Column,
-    Shards,
-    SourceHashes,
-    Writer,
-    open_shards,
-    prepare,
-    read_manifest,
-)
+from regard.data import tokens
+from regard.data.held import hold_out, tell_shared
+from regard.data.samplers import OVERLONG
+from regard.data.shards import Column, Shards, SourceHashes, Writer, prepare
+from regard.data.source import ARRAYS, ROLES, Source, format_of
 from regard.data.tokens import Coder, Filling
-from regard.data.train_tokenizer import Recipe
 from regard.errors import DATA, UsageError, blaming, check_choice, notice
-from regard.files import read_files
-from regard.text import CHATML, Tokenizer, needed
+from regard.text import CHATML
 
 Names = str | tuple[str, ...]
 
@@ -68,6 +56,9 @@ ROWED, CHATS = (*PLAIN, "chat"), ("chat", "prefer")
 TEXTS = tuple(name for name, kind in KINDS.items() if kind.texts and name not in PICTURED)
 # Formats with columns that have names; JSON that is a list has them too.
 TABLES = ("tsv", "csv", "jsonl", "squad", "parquet", "arrow", "hub", "npz")
+# Kinds whose examples have two sides; columns whose rows are as long as an example.
+PAIRS = {"seq2seq": ("source", "target"), "prefer": tokens.SIDES}
+LONG = ("ids", *PAIRS["seq2seq"], *PAIRS["prefer"])
 # Setting -> kinds and formats that use it (none: all); settings that are not here are used by all.
 USED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     **dict.fromkeys(("target", "valid_target"), ((*PLAIN, "seq2seq", *PICTURED), ())),
@@ -122,7 +113,7 @@ class Data:
     paste: Share = 0.0  # share into which a piece of another is pasted (CutMix)
 
     def __post_init__(self) -> None:
-        check_choice("overlong", self.overlong, feeds.OVERLONG)
+        check_choice("overlong", self.overlong, OVERLONG)
         files, numbers = len(_tuple(self.train)), len(self.weights)
         if self.weights and (numbers != files or self.target):
             raise UsageError(
@@ -189,7 +180,7 @@ def check_used(data: Data, task: str, name: str = "") -> None:
         if key in given and task not in tasks:
             raise UsageError(f"{key} is not used by the task {name}; leave it out")
     for role in data.columns:
-        if role in read.ROLES and role not in KINDS[task].roles:
+        if role in ROLES and role not in KINDS[task].roles:
             can = ", ".join(KINDS[task].roles)
             raise UsageError(f"columns: {role} is not used by the task {name}; it uses {can}")
     kinds = _formats(data, task, name)
@@ -230,7 +221,7 @@ def _formats(data: Data, task: str, name: str) -> set[str]:
     kinds = {format_of(path, data.format): path for path in data.source().files()}
     if task in PICTURED:
         return set(kinds)
-    for kind in kinds.keys() & set(read.ARRAYS):
+    for kind in kinds.keys() & set(ARRAYS):
         what = "a folder" if kind == "images" else f"of format {kind}"
         raise UsageError(f"{kinds[kind]} is {what}, and the task {name} reads text; name a file")
     return {"parallel"} if _tuple(data.target) else set(kinds)
@@ -277,7 +268,7 @@ def load(
         home = folder / "valid"
         valid = shards_of(task, data.source(valid=True), coder, home, classes or None, labels)
         held = feed_of(task, data, coder, batching, valid.columns, valid.fingerprint, None)
-        _tell_shared(columns, valid.columns)
+        tell_shared(columns, valid.columns)
     elif data.held:
         split = hold_out(columns, sizes, data.held, task == "lm" and data.pack != "none")
         columns, rows, name = split.columns, split.rows, f"{name} without {split.name}"
@@ -336,112 +327,6 @@ def mixed(parts: list[np.ndarray], weights: np.ndarray) -> np.ndarray:
 
 def _tuple(names: Names) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
-
-
-# --- what is held out ---------------------------------------------------------------------------------------------
-
-# Columns that make an example what it is, whatever its label; numbers of a row that are looked at first.
-CONTENT = ("ids", "source", "target", "chosen", "rejected", "images")
-PROBES = 16
-
-
-class Split(NamedTuple):
-    """`columns` with rows to train on, of each data set, and rows that are `held`; `name` says how they were parted."""
-
-    columns: dict[str, Column]
-    rows: list[np.ndarray]
-    held: np.ndarray
-    name: str
-
-
-def hold_out(columns: dict[str, Column], sizes: list[int], share: float, tail: bool) -> Split:
-    """Hold out a share of each data set, of so many examples: its end (`tail`; of a single text the end of that), or
-    examples here and there. Copies of an example are all on one side, that of the first of them."""
-    edges, name = np.cumsum([0, *sizes]), f"{share}"
-    if tail and columns.keys() == {"ids"}:
-        column = columns["ids"]
-        assert column.ends is not None
-        # A single text becomes two, the second of which is held.
-        single = np.flatnonzero(np.diff(edges) == 1)
-        lengths = column.lengths[edges[single]]
-        cuts = column.starts(edges[single]) + (lengths * (1 - share)).astype(np.int64)
-        ends = np.insert(column.ends, edges[single] + 1, cuts)
-        columns = {"ids": Column(column.values, ends)}
-        edges = np.cumsum([0, *(2 if n == 1 else n for n in sizes)])
-    first = first_copies(columns)
-    parts = np.split(np.arange(edges[-1]), edges[1:-1])
-    picked = []
-    for part in parts:
-        # The examples that are not copies of earlier ones.
-        own = part[first[part] == part]
-        n = len(own)
-        out = min(max(round(n * share), 1), n - 1)
-        if out > 0:
-            picked.append(own[n - out :] if tail else own[(np.arange(out) * n + n // 2) // out])
-    if not picked:
-        which = "a single example" if len(first) == 1 else f"{len(first):,} copies of one example"
-        raise read.DataError(f"{which} cannot be shared out; name valid files, or say held = 0")
-    held = np.isin(first, np.concatenate(picked))
-    rows = [part[~held[part]] for part in parts]
-    if not all(map(len, rows)):
-        raise read.DataError(
-            "every example of one of the files is a copy of one that is held out; leave that file out"
-        )
-    if copies := len(first) - len(np.unique(first)):
-        name += " and copies"
-        notice(
-            f"{copies:,} of {len(first):,} examples are copies of others; all copies of one are on the same side: "
-            f"{int(held.sum()):,} are held out, {int((~held).sum()):,} are trained on"
-        )
-    name += " of each" if len(sizes) > 1 else ""
-    return Split(columns, rows, np.flatnonzero(held), name)
-
-
-def first_copies(columns: dict[str, Column]) -> np.ndarray:
-    """For each example the number of the first one that is the same, in all but its label."""
-    content = [column for n, column in columns.items() if n in CONTENT]
-    keys = np.zeros(len(content[0]), np.uint64)
-    first = np.arange(len(keys))
-    for column in content:
-        for found in _probes(column):
-            keys = keys * np.uint64(0x9E3779B97F4A7C15) + found.astype(np.uint64)
-    # Only those that may be copies are compared whole.
-    _, group, counts = np.unique(keys, return_inverse=True, return_counts=True)
-    seen: dict[bytes, int] = {}
-    for i in np.flatnonzero(counts[group] > 1).tolist():
-        whole = b"".join(_digest(row) for row in (column[i] for column in content))
-        first[i] = seen.setdefault(whole, i)
-    return first
-
-
-def _probes(column: Column) -> Iterator[np.ndarray]:
-    """Numbers (n) of all rows that tell most of them apart."""
-    if column.ends is None:
-        rows = (_digest(row) for block in column.blocks() for row in block)
-        yield np.frombuffer(b"".join(rows), np.uint64)[::2]
-        return
-    every, sizes = np.arange(len(column)), column.lengths
-    yield sizes
-    for i in range(PROBES):
-        place = column.starts(every) + np.maximum(sizes - 1, 0) * i // (PROBES - 1)
-        yield column.values[np.minimum(place, len(column.values) - 1)]
-
-
-def _digest(row: np.ndarray) -> bytes:
-    return hashlib.blake2b(np.ascontiguousarray(row).data, digest_size=16).digest()
-
-
-def _tell_shared(train: dict[str, Column], valid: dict[str, Column]) -> None:
-    """Say how much of what is measured is trained on too."""
-    content = [n for n in train if n in CONTENT]
-    if any(train[n].values.shape[1:] != valid[n].values.shape[1:] for n in content):
-        return
-    both = {n: Column.join([train[n], valid[n]]) for n in content}
-    n = len(next(iter(train.values())))
-    shared = int((first_copies(both)[n:] < n).sum())
-    if shared:
-        total = len(next(iter(valid.values())))
-        notice(f"{shared:,} of {total:,} examples of valid are among those of train too")
 
 
 def shards_of(
@@ -521,165 +406,3 @@ def feed_of(
     if task != "seq2seq":
         return feeds.LabelFeed(columns["ids"], columns["labels"], divider=coder.divider, **more)
     return feeds.PairFeed(columns["source"], columns["target"], **more)
-
-
-# --- what the data holds ------------------------------------------------------------------------------------------
-
-# Characters that are looked at; bytes of files that are read to their end where that tells more.
-SAMPLE, WHOLE = 1 << 20, 64 << 20
-# How much larger a packed file is.
-PACKED = 3.5
-# Kinds whose examples have two sides; columns whose rows are as long as an example.
-PAIRS = {"seq2seq": ("source", "target"), "prefer": tokens.SIDES}
-LONG = ("ids", *PAIRS["seq2seq"], *PAIRS["prefer"])
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
-# Tokens of a text.
-Counting = Callable[[str], float]
-
-
-@dataclass(frozen=True)
-class Survey:
-    """`tokens` of all data, the `longest` example and the `mean` one, each side for itself; `exact` if they were
-    counted, and not guessed, and `counted` if the examples were. Pictures have no tokens."""
-
-    examples: int
-    tokens: int = 0
-    longest: tuple[int, ...] = ()
-    mean: tuple[float, ...] = ()
-    classes: int = 0
-    vocab: int = 0
-    # Examples longer than a row.
-    over: int = 0
-    exact: bool = False
-    counted: bool = False
-
-    def describe(self) -> str:
-        about, roughly = ("" if exact else "about " for exact in (self.exact, self.counted))
-        if not self.tokens:
-            return f"{self.examples:,} pictures in {self.classes} classes"
-        what = "pairs" if len(self.longest) > 1 else "texts"
-        if self.examples == 1:
-            what = "text"
-        text = f"{about}{self.tokens:,} tokens in {roughly}{self.examples:,} {what}, vocabulary {self.vocab:,}"
-        return text + (f", {self.classes} classes" if self.classes else "")
-
-
-def survey(
-    reads: str,
-    data: Data,
-    recipe: Recipe | None,
-    tokenizer: str | None,
-    folder: Path,
-    start: Any = None,
-) -> Survey:
-    """What the data of a config holds, before it is read: from the shards of its run if they are there; else its
-    examples are counted, and their tokens estimated. Of large files both are guessed from their sizes and first
-    examples.
-
-    `reads`: a row of KINDS; `recipe`: how the tokenizer is learned, if it is, else the folder `tokenizer` has it;
-    `folder` is the run's; `start` the model that [model] folder names, or None."""
-    source = data.source()
-    if reads == "image":
-        homes = [path for path in source.files() if format_of(path, source.format) == "images"]
-        if homes:
-            folders = [p for home in homes for p in home.iterdir() if p.is_dir()]
-            files = [f for p in folders for f in p.iterdir() if f.suffix.lower() in read.SUFFIXES]
-            number, names = len(files), {p.name for p in folders}
-        else:
-            images, labels = read.pictures(source)
-            number, names = len(images), set(labels)
-        return Survey(number, classes=len(names), exact=True, counted=True)
-    # The first examples, each a text for every role; and the bytes of all.
-    texts: list[list[str]] = []
-    size, total = 0, bytes_of(source)
-    examples = _read(source, text_roles(reads, data))
-    for parts in examples:
-        texts.append(parts)
-        size += sum(map(len, parts)) + 1
-        if size > SAMPLE:
-            break
-    home = Path(tokenizer or folder / "tokenizer")
-    vocab, count = _words(recipe, home, None if tokenizer else start, texts)
-    limit, ready = data.length or math.inf, folder / "data" / "train"
-    made = (ready / MANIFEST).is_file()
-    if made and read_manifest(ready)["made_of"]["sources"] == SourceHashes(source.files()).hashes:
-        shards = open_shards(ready)
-        lengths = [shards.columns[n].lengths for n in LONG if n in shards.columns]
-        number = len(shards.notes.get("classes", []))
-        known = {"vocab": vocab, "classes": number, "exact": True, "counted": True}
-        return _measured(lengths, limit, **known)
-    small, classes = total <= WHOLE, 0
-    if reads in ("classify", "tag"):
-        named = "tags" if reads == "tag" else "label"
-        classes = len(tokens.classes_of(source, named)) if small else 2
-    sizes, size = [], 0
-    for parts in chain(texts, examples if small else ()):
-        sides = parts if reads == "seq2seq" else ["\n".join(parts)]
-        if reads == "prefer":
-            sides = [parts[0] + answer for answer in parts[1:]]
-        sizes.append([count(text) for text in sides])
-        size += sum(map(len, sides))
-        # A data set of the hub, whose size nobody told.
-        if size > 4 * WHOLE:
-            break
-    known = {"vocab": vocab, "classes": classes, "counted": small and size <= 4 * WHOLE}
-    guessed = _measured(list(np.array(sizes).T), limit, **known)
-    if small:
-        return guessed
-    scale = max(total / max(sum(len(text.encode()) for parts in texts for text in parts), 1), 1.0)
-    more = {n: round(scale * getattr(guessed, n)) for n in ("examples", "tokens", "over")}
-    return replace(guessed, **more)
-
-
-def _measured(sides: list[np.ndarray], limit: float, **known: Any) -> Survey:
-    """Of examples whose sides have so many tokens."""
-    return Survey(
-        examples=len(sides[0]),
-        tokens=round(sum(float(side.sum()) for side in sides)),
-        longest=tuple(max(1, math.ceil(side.max())) for side in sides),
-        mean=tuple(float(side.mean()) for side in sides),
-        over=int((np.maximum.reduce(sides) > limit).sum()),
-        **known,
-    )
-
-
-def _read(source: Source, roles: tuple[str, ...]) -> Iterator[list[str]]:
-    plain = source.unit == "file" and not source.marker and not source.beside
-    first = source.files()[0]
-    if plain and format_of(first, source.format) == "text" and first.stat().st_size > WHOLE:
-        yield [next(read.chunks(first, source.encoding), "")]
-        return
-    for record in records(source, roles):
-        values = [record[role] for role in roles]
-        yield [read.wording(v) for v in values]
-
-
-def bytes_of(source: Source) -> int:
-    if source.format == "hub":
-        return 0
-    paths = [*source.files(), *source.beside_files()]
-    sizes = (p.stat().st_size * (PACKED if read.packing(p) else 1) for p in paths)
-    return round(sum(sizes))
-
-
-def _words(
-    recipe: Recipe | None, home: Path, start: Any, texts: list[list[str]]
-) -> tuple[int, Counting]:
-    """The vocabulary, and how many tokens a text has: by the tokenizer of the model `start`, else by that of the folder
-    `home`; else about."""
-    brought = {} if start is None else start.origin.files
-    files = {n: brought[n] for n in TOKENIZER if n in brought} or read_files(home, TOKENIZER)
-    sample = "\n".join(text for parts in texts[:1000] for text in parts)[:100_000]
-    if TOKENIZER[0] in files:
-        coder = Coder(needed(Tokenizer.from_files(files, {})))
-        rate = len(coder.encode([sample])[0]) / max(len(sample), 1)
-        return coder.vocab, lambda text: len(text) * rate
-    assert recipe is not None
-    special = len(recipe.tokens)
-    if recipe.kind == "bytes":
-        return 256 + special, lambda text: len(text.encode())
-    if recipe.kind == "chars":
-        return len({c for parts in texts for text in parts for c in text}) + special, len
-    # English, of 1,000 words and more.
-    rate = 1 / max(0.33 * math.log2(recipe.vocab) - 0.8, 1.0)
-    return recipe.vocab, lambda text: len(text) * rate

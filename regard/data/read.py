@@ -1,334 +1,51 @@
-"""Data files as records: dictionaries {role: value}, one per example, in the order of the files; and pictures.
+"""Data files as records: dictionaries {role: value}, one per example, in the order of the files.
 
-Text is UTF-8 unless `encoding` says otherwise, cut at \\n (a \\r before it goes with it) and at nothing else. All is
-read as a stream, so that memory does not grow with the data. Text, TSV, CSV, JSONL and SQuAD's JSON are read here,
-other tables by the package `datasets`. Pictures become one array of bytes (n h w c); no pickle is ever read.
+All is read as a stream, so that memory does not grow with the data. Text, TSV, CSV, JSONL and SQuAD's JSON are read
+here, other tables by the package `datasets`.
 """
 
 from __future__ import annotations
 
-import bz2
-import codecs
-import contextlib
 import csv
-import glob
-import gzip
-import importlib
-import io
 import json
-import lzma
-import math
 import re
-import zipfile
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, groupby, islice, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any
 
-import numpy as np
-
-from regard.config import Count, settings
-from regard.errors import DATA, ENVIRONMENT, Fault, UsageError, check_choice, nearest, notice
-from regard.files import nearby
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from regard.models import Patches
-
-UNITS = ("file", "line", "paragraph")
-ROLES = (
-    *("text", "second", "source", "target", "label", "words", "tags", "start", "end", "image"),
-    *("messages", "tools", "prompt", "chosen", "rejected", "system", "input", "response"),
+# Those `as` their own names are for callers that know them from here.
+from regard.data.pictures import SUFFIXES as SUFFIXES
+from regard.data.pictures import Pictures as Pictures
+from regard.data.pictures import normal_of as normal_of
+from regard.data.pictures import pictures
+from regard.data.source import (
+    ARRAYS,
+    DataError,
+    LongText,
+    Record,
+    Source,
+    chunks,
+    format_of,
+    lines,
+    needed,
 )
+from regard.data.source import Text as Text
+from regard.data.source import decoded as decoded
+from regard.data.source import lines_of as lines_of
+from regard.data.source import matching_files as matching_files
+from regard.errors import UsageError, notice
+
 # Roles that a record may lack; and a column that is taken where there is none of a role's name.
 OPTIONAL, INSTEAD = ("tools", "prompt", "system", "input"), {"messages": "conversations"}
 SPAN = {"question", "context", "answers"}  # of a row of SQuAD
-SUFFIXES = (".png", ".jpg", ".jpeg")
-# Bytes of a file that are read at once; and what a long text is given out in.
-CHUNK = 1 << 20
-# What to do about text that is not UTF-8: where nothing else is read, and where `encoding` can say what it is.
-CONVERT = "convert the file, for example with iconv -t utf-8"
-OTHERWISE = "say what it is written in, for example encoding = {!r}, or convert it: iconv -t utf-8"
 # Rows of a table that are looked at for a delimiter and a header; delimiters, and words that columns are called by.
 LOOK, DELIMITERS = 50, ",;\t|"
 TITLES = (
     "text sentence sentence1 sentence2 review comment title document summary label labels class category sentiment "
     "polarity rating score source target src tgt question answer context premise hypothesis"
 )
-# Number types of idx files.
-IDX = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
-
-
-class DataError(UsageError):
-    """Data that is missing or broken; a command ends with this code, not with 2."""
-
-    code = DATA
-
-
-class Record(dict[str, Any]):
-    """An example by its roles; `where` it stands: which line of which file."""
-
-    def __init__(self, values: Mapping[str, Any], where: str = ""):
-        super().__init__(values)
-        self.where = where
-
-
-class LongText:
-    """A text that is too long to hold, in parts that are read when they are asked for."""
-
-    def __init__(self, path: Path, encoding: str):
-        self.path, self.encoding = path, encoding
-
-    def __iter__(self) -> Iterator[str]:
-        return chunks(self.path, self.encoding)
-
-    def beginning(self, size: int | None) -> str:
-        """So many characters of it; none: all."""
-        read: list[str] = []
-        parts = iter(self)
-        while (size is None or sum(map(len, read)) < size) and (part := next(parts, "")):
-            read.append(part)
-        return "".join(read)[:size]
-
-
-Text = str | Iterable[str]
-
-
-def matching_files(names: Sequence[str]) -> list[Path]:
-    """The files that names and patterns mean, each pattern's in order of their names."""
-    paths: list[Path] = []
-    for name in names:
-        matches = sorted(glob.glob(name)) if not Path(name).exists() else [name]
-        if not matches:
-            how = nearby(name) or "; give the path of a data file"
-            raise DataError(f"{name} does not exist{how}")
-        paths += map(Path, matches)
-    return paths
-
-
-# --- bytes and characters -----------------------------------------------------------------------------------------
-
-
-def packing(path: Path) -> str:
-    """How a file is packed, by its name: .gz and the like, or nothing."""
-    ending = path.suffix.lower()
-    return ending if ending in PACKINGS else ""
-
-
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
-    """The file's bytes, unpacked if its name says that it is packed."""
-    kind = packing(path)
-    try:
-        with PACKINGS.get(kind, open)(path, "rb") as stream:
-            yield stream
-    except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} is a broken {kind[1:]} file: {error}") from None
-    except OSError as error:
-        # What bz2 raises has no number.
-        if kind and error.errno is None:
-            raise DataError(f"{path} is a broken {kind[1:]} file: {error}") from None
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
-
-
-def inner_name(path: Path) -> str:
-    """The name of the one file that a zip file holds."""
-    try:
-        names = [
-            n for n in zipfile.ZipFile(path).namelist() if n[-1] != "/" and "__MACOSX" not in n
-        ]
-    except zipfile.BadZipFile as error:
-        raise DataError(f"{path} is a broken zip file: {error}") from None
-    if len(names) != 1:
-        raise DataError(f"{path} holds {len(names)} files, not one; unpack it, and name them")
-    return names[0]
-
-
-def _unzip(path: Path, mode: str) -> Any:
-    return zipfile.ZipFile(path).open(inner_name(path))
-
-
-def _unzst(path: Path, mode: str) -> Any:
-    """By Python 3.14, or by the package zstandard."""
-    with contextlib.suppress(ModuleNotFoundError):
-        return importlib.import_module("compression.zstd").open(path, mode)
-    return io.BufferedReader(_Zst(path), CHUNK)
-
-
-class _Zst(io.RawIOBase):
-    """What a .zst file holds. One that is cut off is an error, which zstandard's own reader does not see."""
-
-    def __init__(self, path: Path):
-        library = needed("zstandard", "reading .zst files", "zstandard")
-        self.begin, self.wrong = library.ZstdDecompressor().decompressobj, library.ZstdError
-        self.file, self.frame, self.left = open(path, "rb"), None, memoryview(b"")  # noqa: SIM115  closed below
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, room: Any) -> int:
-        while not self.left:
-            new = self.frame is None or self.frame.eof
-            data = self.frame.unused_data if self.frame is not None and new else b""
-            data = data or self.file.read(CHUNK // 8)
-            if not data and new:
-                return 0
-            if not data:
-                raise EOFError("it is cut off")
-            self.frame = self.begin() if new else self.frame
-            try:
-                self.left = memoryview(self.frame.decompress(data))  # type: ignore[union-attr]
-            except self.wrong as error:
-                raise EOFError(str(error)) from None
-        size = min(len(room), len(self.left))
-        room[:size], self.left = self.left[:size], self.left[size:]
-        return size
-
-    def close(self) -> None:
-        self.file.close()
-        super().close()
-
-
-PACKINGS: dict[str, Callable[..., Any]] = {
-    ".gz": gzip.open,
-    ".xz": lzma.open,
-    ".bz2": bz2.open,
-    ".zip": _unzip,
-    ".zst": _unzst,
-}
-
-
-def chunks(path: Path, encoding: str = "utf-8") -> Iterator[str]:
-    """The text of a file, about CHUNK characters at a time. \\r\\n is \\n, as where lines are read."""
-    decoder = codecs.getincrementaldecoder(encoding)()
-    # The line, its bytes so far; characters that belong to the next part.
-    line, column, held, first = 1, 0, "", True
-    with opened(path) as stream:
-        while True:
-            raw = stream.read(CHUNK)
-            before = column - len(decoder.getstate()[0])
-            try:
-                text = held + decoder.decode(raw, not raw)
-            except UnicodeError as error:
-                raise undecodable(error, path, encoding, line, before) from None
-            text, first = text.removeprefix("\ufeff") if first else text, first and not text
-            held = "\r" if raw and text.endswith("\r") else ""
-            if text := text.removesuffix(held).replace("\r\n", "\n"):
-                yield text
-            if not raw:
-                return
-            line += raw.count(b"\n")
-            column = len(raw) - raw.rfind(b"\n") - 1 if b"\n" in raw else column + len(raw)
-
-
-def lines(path: Path, encoding: str = "utf-8") -> Iterator[str]:
-    if codecs.lookup(encoding).name == "utf-8":
-        with opened(path) as stream:
-            yield from lines_of(stream, path, OTHERWISE)
-        return
-    held = ""
-    for text in chunks(path, encoding):
-        *whole, held = (held + text).split("\n")
-        yield from whole
-    if held:
-        yield held
-
-
-def lines_of(stream: BinaryIO, path: Path, cure: str = CONVERT) -> Iterator[str]:
-    """Lines of UTF-8 without their ends, \\n or \\r\\n and nothing else: one line in stays one line."""
-    for number, raw in enumerate(stream, 1):
-        raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
-        yield decoded(raw.removesuffix(b"\n").removesuffix(b"\r"), path, number, cure)
-
-
-def decoded(raw: bytes, path: Path, first: int = 1, cure: str = CONVERT) -> str:
-    """The text of some bytes of a file; `first` is the number of their first line."""
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise undecodable(error, path, "utf-8", first, cure=cure) from None
-
-
-def undecodable(
-    error: UnicodeError,
-    path: Path,
-    encoding: str,
-    line: int,
-    before: int = 0,
-    cure: str = OTHERWISE,
-) -> DataError:
-    """`line` and `before` are where the bytes of the error begin: in which line, and after how many bytes of it."""
-    what, place, raw = f"{encoding.upper()} text", f"{path}", b""
-    if isinstance(error, UnicodeDecodeError):
-        raw, at = error.object, error.start
-        begin = raw.rfind(b"\n", 0, at) + 1
-        line += raw.count(b"\n", 0, at)
-        place = f"line {line} of {path}"
-        what += f": byte {at - begin if begin else at + before} is 0x{raw[at]:02x}"
-    guess = "utf-16" if raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "cp1252"
-    return DataError(f"{place} is no {what}; {cure.format(guess)}")
-
-
-def needed(package: str, what: str, pip: str) -> Any:
-    """A package that an installation may lack."""
-    try:
-        return importlib.import_module(package)
-    except ModuleNotFoundError:
-        text = f"{what} needs the package {pip}; pip install {pip}"
-        raise Fault(text, ENVIRONMENT) from None
-
-
-# --- records --------------------------------------------------------------------------------------------------------
-
-
-@settings
-class Source:
-    """Files of one format, read one after another; names may hold * and ?.
-
-    `beside` are the files with the other side, line by line (or label by picture). `columns` says which column, by its
-    number from 0 or its name, has a role: {"text": "1", "label": "0"}. A name means that the first line is a header."""
-
-    paths: tuple[str, ...]
-    beside: tuple[str, ...] = ()
-    format: str = "auto"
-    unit: str = "file"  # what is one document of plain text; lines where there is a `beside`
-    marker: str = ""  # a text that stands between documents, for example <|endoftext|>
-    columns: dict[str, Any] = field(default_factory=dict)
-    header: bool | None = None  # none: as the names of columns, or the first lines, have it
-    size: Count | None = None  # pictures are scaled to size x size
-    delimiter: str = ""  # between the columns of a csv file; none: the one of , ; tab | that fits
-    encoding: str = "utf-8"  # of text
-    sample: Count | None = (
-        None  # about so many characters are read, or pictures of a class; none: all
-    )
-
-    def __post_init__(self) -> None:
-        check_choice("unit", self.unit, UNITS)
-        if len(self.delimiter) > 1:
-            raise UsageError(f"delimiter = {self.delimiter!r} must be one character, such as ';'")
-        try:
-            codecs.lookup(self.encoding)
-        except LookupError:
-            raise UsageError(
-                f"encoding = {self.encoding!r} is unknown; give utf-8, utf-16, cp1252, latin-1, gb18030, ..."
-            ) from None
-        for role in self.columns:
-            if role not in ROLES:
-                raise UsageError(f"columns: {role!r} is no role; {nearest(role, ROLES)}")
-
-    def files(self) -> list[Path]:
-        hub = self.format == "hub"
-        return [Path(p) for p in self.paths] if hub else matching_files(self.paths)
-
-    def beside_files(self) -> list[Path]:
-        return matching_files(self.beside)
-
-    def column(self, role: str) -> str:
-        return str(self.columns.get(role, role))
 
 
 def records(source: Source, roles: Sequence[str], long: bool = False) -> Iterator[Record]:
@@ -368,20 +85,6 @@ def _records(source: Source, roles: Sequence[str]) -> Iterator[Record]:
             yield record
         if empty:
             raise DataError(f"{path} is empty: it holds no examples")
-
-
-def format_of(path: Path, format: str) -> str:
-    """The format that is given, else that of the name; one that tells nothing means text."""
-    known = {*READERS, *ARRAYS}
-    check_choice("format", format, known | {"auto"})
-    if format != "auto" or path.is_dir():
-        return "images" if format == "auto" else format
-    name = path.name.lower().removesuffix(packing(path))
-    if packing(path) == ".zip" and "." not in name and path.exists():
-        name = inner_name(path).lower()
-    ending = name.rpartition(".")[2] if not name.endswith("-ubyte") else "idx"
-    ending = {"ndjson": "jsonl", "json": "squad"}.get(ending, ending)
-    return ending if ending in known - {"hub"} else "text"
 
 
 # --- plain text ---------------------------------------------------------------------------------------------------
@@ -708,7 +411,6 @@ READERS: dict[str, Callable[[Path, Source, Sequence[str]], Iterator[Record]]] = 
     "squad": _squad,
     **dict.fromkeys(("parquet", "arrow", "hub"), _dataset),
 }
-ARRAYS = ("npz", "npy", "idx", "images")
 
 
 def first_rows(source: Source, most: int) -> list[dict[str, Any]] | None:
@@ -747,183 +449,3 @@ def first_rows(source: Source, most: int) -> list[dict[str, Any]] | None:
     if not isinstance(rows[0], dict):
         raise DataError(f"{path} is no list of JSON objects: it begins with {rows[0]!r:.60}")
     return rows
-
-
-# --- pictures -----------------------------------------------------------------------------------------------------
-
-
-def pictures(source: Source) -> tuple[np.ndarray, list[str]]:
-    """Bytes (n h w c) and the class of each, by name or by number: of npz files, pairs of npy or idx files, or folders
-    of PNG or JPEG files with a folder per class."""
-    beside = source.beside_files()
-    parts = [_arrays(path, source, beside[i : i + 1]) for i, path in enumerate(source.files())]
-    shapes = {x.shape[1:] for x, _ in parts}
-    if len(shapes) > 1:
-        listed = " and ".join(map(str, sorted(shapes)))
-        raise DataError(f"pictures of different sizes: {listed} (height, width, channels)")
-    return np.concatenate([x for x, _ in parts]), [label for _, y in parts for label in y]
-
-
-def _arrays(path: Path, source: Source, beside: list[Path]) -> tuple[np.ndarray, list[str]]:
-    kind = format_of(path, source.format)
-    if kind not in ARRAYS:
-        raise UsageError(
-            f"{path} holds no pictures; give a folder with one folder for each class, an npz file, or two npy or idx "
-            "files"
-        )
-    if kind == "images":
-        return _folder(path, source)
-    if kind == "npz":
-        stored = load_arrays(path)
-        x, y = (_named(stored, source, *role, path) for role in (("image", "x"), ("label", "y")))
-    elif not beside:
-        raise UsageError(f"{path} holds pictures only; name the file with their classes too")
-    else:
-        x, y = map(_idx if kind == "idx" else load_arrays, (path, *beside))
-    x = x[..., None] if x.ndim == 3 else x
-    if x.ndim != 4 or x.dtype != np.uint8 or x.shape[-1] > 4:
-        raise DataError(
-            f"{path} must hold bytes of shape (n, height, width) or (n, height, width, channels), it holds {x.dtype} "
-            f"{x.shape}"
-        )
-    if y.ndim != 1 or y.dtype.kind not in "iuU":
-        raise DataError(f"classes of {path} must be n numbers or names, got {y.dtype} {y.shape}")
-    if len(x) != len(y):
-        raise DataError(f"{path} has {len(x):,} pictures and {len(y):,} classes")
-    if len(x) == 0:
-        raise DataError(f"{path} is empty: it holds no examples")
-    return x, [str(label) for label in y.tolist()]
-
-
-def load_arrays(path: Path) -> Any:
-    """The array of an npy file, the arrays of an npz file by name."""
-    with opened(path) as stream:
-        data = stream.read()
-    try:
-        stored = np.load(io.BytesIO(data), allow_pickle=False)
-        return stored if isinstance(stored, np.ndarray) else dict(stored)
-    # A damaged header raises almost anything.
-    except Exception as error:
-        kind = "npz" if ".npz" in path.suffixes else "npy"
-        why = str(error).partition("\n")[0]
-        raise DataError(f"{path} is not an {kind} file of numbers: {why:.200}") from None
-
-
-def _named(stored: Any, source: Source, role: str, default: str, path: Path) -> np.ndarray:
-    name = str(source.columns.get(role, default))
-    if name not in stored:
-        known = ", ".join(stored)
-        raise UsageError(f"{path} has no array {name!r} for the role {role}; it has: {known}")
-    return stored[name]
-
-
-def _idx(path: Path) -> np.ndarray:
-    """The format of MNIST: two zero bytes, type, number of axes, their sizes, the numbers."""
-    with opened(path) as stream:
-        data = stream.read()
-    if len(data) < 4 or data[:2] != b"\0\0" or data[2] not in IDX or len(data) < 4 + 4 * data[3]:
-        raise DataError(f"{path} is not an idx file")
-    kind, axes = np.dtype(IDX[data[2]]), data[3]
-    shape = np.frombuffer(data, ">u4", axes, 4).tolist()
-    size = 4 + 4 * axes + math.prod(shape) * kind.itemsize
-    if len(data) != size:
-        raise DataError(f"{path} is cut off: it has {len(data):,} bytes, its head says {size:,}")
-    return np.frombuffer(data, kind, offset=4 + 4 * axes).reshape(shape)
-
-
-def _folder(path: Path, source: Source) -> tuple[np.ndarray, list[str]]:
-    needed("PIL.Image", "reading PNG and JPEG pictures", "pillow")
-    classes = sorted(p for p in path.iterdir() if p.is_dir())
-    found = ([f for f in sorted(p.iterdir()) if f.suffix.lower() in SUFFIXES] for p in classes)
-    files = [f for each in found for f in each[: source.sample]]
-    if not files:
-        raise DataError(f"{path} has no pictures: make a folder for each class, with PNG or JPEG")
-    images: list[np.ndarray] = []
-    for file in files:
-        # All are grey or coloured as the first one is.
-        image = read_picture(file, source.size, images[0].shape[2] if images else None)
-        if images and image.shape != images[0].shape:
-            (height, width, _), first = image.shape, images[0].shape
-            raise DataError(
-                f"{file} is {width} x {height}, {files[0].name} {first[1]} x {first[0]}; "
-                f"say size = {min(first[:2])} to scale them"
-            )
-        images.append(image)
-    return np.stack(images), [file.parent.name for file in files]
-
-
-# Of pictures that somebody sent: what kinds, and how many pixels.
-SENT, MOST_PIXELS = ("PNG", "JPEG"), 1 << 24
-
-
-def read_picture(
-    file: Path | bytes, size: int | None, channels: int | None, resample: int | None = None
-) -> np.ndarray:
-    """Bytes (h w c) of a PNG or JPEG; c is 1 or 3, by the file unless `channels` says it. `resample` is the number of
-    Pillow's filter for scaling. A file's content is a stranger's: its kind and its size are looked at first."""
-    library = needed("PIL.Image", "reading PNG and JPEG pictures", "pillow")
-    sent = isinstance(file, bytes)
-    opened: Any = io.BytesIO(file) if isinstance(file, bytes) else file
-    try:
-        with library.open(opened, formats=SENT if sent else None) as picture:
-            if sent and picture.width * picture.height > MOST_PIXELS:
-                raise ValueError(f"{picture.width} x {picture.height} pixels are too many")
-            grey = picture.mode in ("1", "L") if channels is None else channels == 1
-            picture = picture.convert("L" if grey else "RGB")
-            picture = picture if size is None else picture.resize((size, size), resample)
-            return np.atleast_3d(np.asarray(picture, dtype=np.uint8))
-    # A broken picture raises almost anything.
-    except Exception as error:
-        why = getattr(error, "strerror", None) or error
-        name = "this" if sent else str(file)
-        raise DataError(
-            f"{name} is no picture that can be read: {why}; give a PNG or JPEG"
-        ) from None
-
-
-class Pictures:
-    """Pictures as a trained model reads them: scaled to its size, x / 255 minus mean over std. Those are 0.5, as in
-    training, unless preprocessor_config.json of the model's folder (`origin`) says otherwise."""
-
-    def __init__(self, wanted: Patches, origin: Any):
-        self.wanted = wanted
-        self.mean, self.std, self.filter = normal_of(origin)
-
-    def file(self, file: Path | bytes) -> Tensor:
-        """(c h w) of a PNG or JPEG, or of its content."""
-        return self.tensor(read_picture(file, self.wanted.size, self.wanted.channels, self.filter))
-
-    def array(self, file: Path) -> list[Tensor]:
-        """Of bytes (n h w c) in an npy file; of an npz its array x, or the only one."""
-        x = load_arrays(file)
-        if isinstance(x, dict):
-            name = next(iter(x)) if len(x) == 1 else "x"
-            if name not in x:
-                raise DataError(f"{file} has no array x of pictures; it has: {', '.join(x)}")
-            x = x[name]
-        x = x[..., None] if x.ndim == 3 else x
-        want = (self.wanted.size, self.wanted.size, self.wanted.channels)
-        if x.dtype != np.uint8 or x.shape[1:] != want:
-            raise DataError(
-                f"{file} holds {x.dtype} {x.shape}; the model reads bytes (n, {', '.join(map(str, want))})"
-            )
-        return [self.tensor(each) for each in x]
-
-    def tensor(self, x: np.ndarray) -> Tensor:
-        import torch
-
-        scaled = (x.astype(np.float32) / 255 - self.mean) / self.std
-        return torch.from_numpy(np.ascontiguousarray(scaled.transpose(2, 0, 1)))
-
-
-def normal_of(origin: Any) -> tuple[np.ndarray, np.ndarray, int]:
-    """Mean and standard deviation of the channels, and the number of Pillow's filter for scaling."""
-    try:
-        settings = json.loads(origin.files.get("preprocessor_config.json", b"{}"))
-        mean, std = settings.get("image_mean") or 0.5, settings.get("image_std") or 0.5
-        if not settings.get("do_normalize", True):
-            mean, std = 0.0, 1.0
-        sides = [np.atleast_1d(np.array(side, np.float32)) for side in (mean, std)]
-        return sides[0], sides[1], int(settings.get("resample", 3))
-    except (ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"preprocessor_config.json is not as it should be: {error}") from None

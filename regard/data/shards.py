@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from regard.data.read import DataError
+from regard.data.source import DataError
 from regard.files import naming, whole_folder
 
 MANIFEST, VERSION = "manifest.json", 1

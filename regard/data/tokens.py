@@ -15,8 +15,10 @@ import tokenizers
 from tokenizers import decoders
 
 from regard.data.feed import IGNORE, UNANSWERED
-from regard.data.read import DataError, LongText, Record, Source, Text, length_of, pictures, records
+from regard.data.pictures import pictures
+from regard.data.read import length_of, records
 from regard.data.shards import Writer, token_dtype
+from regard.data.source import DataError, LongText, Record, Source, Text
 from regard.errors import UsageError
 from regard.text.build import blaming
 from regard.text.chat import Learned, Rendered, learned_rows, rendered_chat

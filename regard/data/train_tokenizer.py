@@ -23,7 +23,7 @@ import torch
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from regard.config import Count, settings
-from regard.data.read import Text
+from regard.data.source import Text
 from regard.errors import UsageError, check_choice, nearest
 from regard.files import write_whole
 from regard.text.build import END, SPACE, STYLES, blaming

@@ -26,10 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard.attention import DSA, sparse
 from regard.block import Block
-from regard.data.config import PAIRS, PICTURED, ROWED, Survey, bytes_of, feed_of, survey
+from regard.data.config import PAIRS, PICTURED, ROWED, feed_of
 from regard.data.corrupt import Marks
 from regard.data.feed import IGNORE, Feed
 from regard.data.shards import Column
+from regard.data.survey import Survey, bytes_of, survey
 from regard.errors import DATA, UsageError, blaming
 from regard.fast.train import masters
 from regard.kernels.linear import is_fast

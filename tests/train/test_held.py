@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.data.config import Data, Loaded, first_copies, load
+from regard.data.config import Data, Loaded, load
 from regard.data.feed import IGNORE, PACKS, Base, Batch
+from regard.data.held import first_copies
 from regard.data.shards import Column
 from regard.data.tokens import Coder
 from regard.data.train_tokenizer import Recipe, train_tokenizer

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from regard.data import read as reading
+from regard.data import pictures as reading
 from regard.data.read import DataError, Source, pictures
 from regard.errors import UsageError
 

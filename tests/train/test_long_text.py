@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from regard.data import read, tokens
+from regard.data import source as files_of
+from regard.data import tokens
 from regard.data import train_tokenizer as learning
 from regard.data.config import shards_of
 from regard.data.read import Source, records
@@ -41,7 +42,7 @@ def test_pieces_have_the_ids_of_the_whole(
     monkeypatch.setattr(tokens, "AROUND", 20)
     for chunk in (1 << 20, 100):
         # The second is read in parts, and never held whole.
-        monkeypatch.setattr(read, "CHUNK", chunk)
+        monkeypatch.setattr(files_of, "CHUNK", chunk)
         cut = shards_of("lm", source, coder, tmp_path / f"cut-{chunk}", None)
         assert cut.columns["ids"][0].tolist() == whole.columns["ids"][0].tolist()
         assert len(cut.columns["ids"]) == 1 and cut.notes == whole.notes

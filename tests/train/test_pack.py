@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.data.feed import Buckets, Deck, Packs, Tiles, best_fit, cut, draws, framed, ranges
+from regard.data.feed import framed
 from regard.data.read import DataError
+from regard.data.samplers import Buckets, Deck, Packs, Tiles, best_fit, cut, draws, ranges
 
 
 def test_drawn_numbers_are_those_of_philox_whatever_numpy_does() -> None:

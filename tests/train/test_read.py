@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from regard.data import read as module
+from regard.data import source as module
 from regard.data.read import DataError, Record, Source, format_of, matching_files, records
 from regard.data.shards import sha256
 from regard.errors import Notice, UsageError
