@@ -70,9 +70,11 @@ USED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     **dict.fromkeys(("length", "tokens", "overlong", "multiple"), (TEXTS, ())),
     "pack": (ROWED, ()),
     "template": (CHATS, ()),
-    **dict.fromkeys(("shift", "flip", "erase"), (PICTURED, ())),
+    **dict.fromkeys(("shift", "flip"), (PICTURED, ())),
     "paste": (("image",), ()),
 }
+# Settings that there were -> what is no longer done; off, they change nothing.
+GONE = {"erase": "black squares are no longer put into pictures"}
 # Settings of a Source, beside its paths.
 SETTINGS = ("format", "unit", "marker", "columns", "header", "size", "delimiter", "encoding")
 
@@ -109,7 +111,6 @@ class Data:
     template: str = ""
     shift: Whole = 0  # pictures are moved by up to so many pixels in training
     flip: bool = False  # mirrored every other time
-    erase: Whole = 0  # the side of a black square, somewhere, at most
     paste: Share = 0.0  # share into which a piece of another is pasted (CutMix)
 
     def __post_init__(self) -> None:
@@ -156,6 +157,14 @@ class Loaded:
     notes: dict[str, Any]
     # Tokens of each example, of its longer side.
     lengths: np.ndarray
+
+
+def still_known(table: dict[str, Any]) -> dict[str, Any]:
+    """The table [data] of a config that may be of before, without settings that are GONE."""
+    for name in GONE.keys() & table.keys():
+        if table[name]:
+            raise UsageError(f"data.{name} = {table[name]!r}: {GONE[name]}; leave it out")
+    return {name: value for name, value in table.items() if name not in GONE}
 
 
 # --- what a task uses ---------------------------------------------------------------------------------------------
@@ -380,7 +389,7 @@ def feed_of(
     """The feed over columns whose fingerprint is `name`."""
     more: dict[str, Any] = {"batching": batching, "held": held, "fingerprint": name}
     if task == "image":
-        more |= {n: getattr(data, n) for n in ("shift", "flip", "erase", "paste")}
+        more |= {n: getattr(data, n) for n in ("shift", "flip", "paste")}
         return feeds.ImageFeed(columns["images"], columns["labels"], **more)
     assert coder is not None
     more["pad"] = coder.pad
@@ -389,7 +398,7 @@ def feed_of(
             raise UsageError(f"the task {task} needs a tokenizer with an end token (eos)")
         more |= {"start": coder.start, "end": coder.end}
     if task == "caption":
-        more |= {n: getattr(data, n) for n in ("shift", "flip", "erase")}
+        more |= {n: getattr(data, n) for n in ("shift", "flip")}
         numbers = Column(np.arange(len(columns["images"])))
         return feeds.CaptionFeed(columns["images"], numbers, texts=columns["target"], **more)
     if task in ROWED:

@@ -22,7 +22,6 @@ from torch import Tensor
 from regard.config import Count, Seed, Share, ranged, settings
 from regard.data.samplers import (
     CHANGES,
-    HOLES,
     PASTES,
     Buckets,
     Deck,
@@ -311,8 +310,6 @@ class TextFeed(Base):
         b, documents = self.batching, self.documents
         limit = None if b.length is None else b.length + self.extra
         pieces = cut(documents.lengths, limit, b.overlong, "document", overlap=self.extra)
-        if not len(pieces.row):
-            raise DataError(f"every document is longer than {b.length:,} tokens, and was dropped")
         # The others have no label.
         kept = pieces.size > self.extra
         if not kept.any():
@@ -444,15 +441,15 @@ class PairFeed(Base):
         self.sign(columns, **special, around=[self.before, self.after])
         self.lengths = self.target.lengths
         sizes = self.source.lengths + len(self.before) + len(self.after), self.lengths + 1
-        sides = [cut(n, b.length, b.overlong, what) for n, what in zip(sizes, ("source", "target"))]
-        kept = self.kept = np.intersect1d(sides[0].row, sides[1].row)
-        if not len(kept):
-            raise DataError(f"every pair is longer than {b.length} tokens, and was dropped")
-        widest = np.maximum(*sizes)
-        self.note = cut(widest, b.length, b.overlong, "pair").note
-        limit = b.length or widest.max()
-        self.source_sizes, self.target_sizes = (np.minimum(n[kept], limit) for n in sizes)
-        self.sizes = np.minimum(widest[kept], limit)
+        if b.overlong == "error":
+            for size, what in zip(sizes, ("source", "target")):
+                cut(size, b.length, b.overlong, what)
+        # A pair is as long as its longer side.
+        pieces = cut(np.maximum(*sizes), b.length, b.overlong, "pair")
+        self.kept, self.sizes, self.note = pieces.row, pieces.size, pieces.note
+        self.source_sizes, self.target_sizes = (
+            np.minimum(n[self.kept], self.sizes.max()) for n in sizes
+        )
         self.order = Buckets(b.padded(self.sizes), b.tokens, b.rows, b.seed)
 
     def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
@@ -501,8 +498,6 @@ class PreferFeed(Base):
         lengths = np.maximum(*(side[0].lengths for side in (self.chosen, self.worse)))
         most = None if b.length is None else b.length + 1
         pieces = cut(lengths, most, b.overlong, "answer", overlap=1)
-        if not len(pieces.row):
-            raise DataError(f"every pair is longer than {b.length} tokens, and was dropped")
         self.note = pieces.note
         one: dict[str, Any] = {"batching": replace(b, overlong="truncate"), "pack": "none"}
         self.sides = []
@@ -552,8 +547,6 @@ class LabelFeed(Base):
         self.sign(columns, pad=self.pad, around=[self.before, self.after], **types)
         ends = len(self.before) + len(self.after)
         self.cut = cut(self.texts.lengths + ends, b.length, b.overlong, "text")
-        if not len(self.cut.row):
-            raise DataError(f"every text is longer than {b.length} tokens, and was dropped")
         self.sizes = self.cut.size
         self.order = Buckets(b.padded(self.sizes), b.tokens, b.rows, b.seed)
 
@@ -594,9 +587,8 @@ class ImageFeed(Base):
     """Pictures, bytes (n h w c), and a class for each: x / 255, minus `mean`, over `std`.
 
     While training, each is moved by at most `shift` pixels either way (black comes in) and, with `flip`, mirrored every
-    other time; a square of up to `erase` pixels a side, somewhere, becomes black (DeVries and Taylor 2017);
-    into the share `paste` of them a piece of the batch's next picture is pasted, of any size, and its class is counted
-    by area (CutMix, Yun et al. 2019)."""
+    other time; into the share `paste` of them a piece of the batch's next picture is pasted, of any size, and its class
+    is counted by area (CutMix, Yun et al. 2019)."""
 
     pictures: Column
     labels: Column
@@ -606,7 +598,6 @@ class ImageFeed(Base):
     std: Sequence[float] = (0.5,)
     shift: int = 0
     flip: bool = False
-    erase: int = 0
     paste: Share = 0.0
     held: ImageFeed | None = None
     fingerprint: str = ""
@@ -617,7 +608,7 @@ class ImageFeed(Base):
         self.order = Deck(len(self.pictures), self.batching.rows, self.batching.seed)
         changes: dict[str, Any] = {"mean": list(self.mean), "std": list(self.std)}
         changes |= {"shift": self.shift, "flip": self.flip}
-        changes |= {n: x for n in ("erase", "paste") if (x := getattr(self, n))}
+        changes |= {"paste": self.paste} if self.paste else {}
         self.sign({"pictures": self.pictures, "labels": self.labels}, **changes)
 
     def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
@@ -645,9 +636,9 @@ class ImageFeed(Base):
         return draws(self.batching.seed, purpose, k, each * n).reshape(-1, each)
 
     def _changed(self, numbers: np.ndarray, rows: np.ndarray, k: int | None) -> np.ndarray:
-        """These rows of a batch: moved, mirrored and with holes, if it is the k-th of training."""
+        """These rows of a batch: moved and mirrored, if it is the k-th of training."""
         x = self.pictures.at(numbers[rows])
-        size = height, width = x.shape[1:3]
+        height, width = x.shape[1:3]
         if k is not None and (self.shift or self.flip):
             drawn, by = self._draws(CHANGES, k, len(numbers), 3)[rows], self.shift
             black = np.pad(x, ((0, 0), (by, by), (by, by), (0, 0)))
@@ -656,10 +647,6 @@ class ImageFeed(Base):
             if self.flip:
                 right = np.where(drawn[:, 2:] & np.uint64(1), right[:, ::-1], right)
             x = black[np.arange(len(x))[:, None, None], down[:, :, None], right[:, None]]
-        if k is not None and self.erase:
-            drawn = self._draws(HOLES, k, len(numbers), 3)[rows]
-            side = (drawn[:, 2:] % np.uint64(self.erase + 1)).astype(np.int64)
-            x = x * ~boxes(size, drawn[:, :2], np.repeat(side, 2, 1))[..., None]
         return x
 
     def describe(self) -> str:

@@ -18,8 +18,8 @@ from regard.data.source import DataError
 from regard.errors import check_choice
 
 OVERLONG = ("error", "truncate", "drop", "split")
-# What numbers are drawn for.
-ORDER, BATCHES, WINDOWS, CHANGES, HOLES, PASTES, COMPANY, BORDERS = range(8)
+# What numbers are drawn for; a number that was given once keeps its meaning.
+ORDER, BATCHES, WINDOWS, CHANGES, PASTES, COMPANY, BORDERS = 0, 1, 2, 3, 5, 6, 7
 # Lengths in a bucket differ at most by this factor.
 WIDER = 1.1
 # How often pieces of about one size may trade places before a pass: with the next one, the second next, the fourth,
@@ -217,6 +217,8 @@ def cut(
             f"{len(size):,} are longer); say a larger length, or overlong = truncate, drop or split"
         )
     if policy == "drop":
+        if long.all():
+            raise DataError(f"every {what} is longer than {step:,} tokens, and was dropped")
         row, start, size = row[~long], start[~long], size[~long]
     elif policy == "truncate":
         size = np.minimum(size, limit)

@@ -19,7 +19,7 @@ from torch import nn
 
 from regard.checkpoint.hf import widen
 from regard.config import Count, Fraction, Positive, from_dict, settings, to_dict
-from regard.data.config import ROWED, Data, check_used
+from regard.data.config import ROWED, Data, check_used, still_known
 from regard.data.corrupt import Corrupted, Marks, Noise
 from regard.data.feed import Feed, Objective
 from regard.data.train_tokenizer import Recipe
@@ -246,6 +246,8 @@ def configure(
                 train[new] = train.pop(old)
         if {"steps", "epochs"} <= train.keys():
             raise UsageError("train.steps and train.epochs both say how long; leave one out")
+    if isinstance(data.get("data"), dict):
+        data["data"] = still_known(data["data"])
     _known(Config, data)
     config = from_dict(Config, data, path.name)
     for table in (config.model, config.tokenizer):

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from regard.data.config import KINDS, USED, Data, check_used, load
+from regard.data.config import GONE, KINDS, USED, Data, check_used, load
 from regard.data.read import DataError
 from regard.errors import UsageError
+from regard.train.config import configure
 
 VALUES: dict[str, Any] = {  # another value than the default, for every setting
     "weights": (1.0,),
@@ -34,11 +35,10 @@ VALUES: dict[str, Any] = {  # another value than the default, for every setting
     "template": "chatml",
     "shift": 1,
     "flip": True,
-    "erase": 3,
     "paste": 0.5,
 }
 ALL = {"valid", "held", "format", "rows", "weights"}
-PICTURES = {"size", "shift", "flip", "erase", "paste"}
+PICTURES = {"size", "shift", "flip", "paste"}
 BESIDE = {"target", "valid_target"}
 TEXTS = {"header", "columns", "length", "tokens", "overlong", "multiple", "delimiter", "encoding"}
 READS = {  # task -> a file it reads, and the settings it uses
@@ -154,7 +154,7 @@ def test_missing_file_is_named_first() -> None:
 
 
 @pytest.mark.parametrize(
-    "name, value", [("shift", -1), ("erase", -1), ("size", 0), ("overlong", "cut"), ("held", -0.1)]
+    "name, value", [("shift", -1), ("size", 0), ("overlong", "cut"), ("held", -0.1)]
 )
 def test_value_that_cannot_be_is_refused(name: str, value: Any) -> None:
     with pytest.raises(UsageError, match=f"{name} = {value!r}"):
@@ -166,3 +166,13 @@ def test_loading_checks_too(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="pack is not used by the task image"):
         load("image", Data("x.npz", rows=2, pack="stream"), None, tmp_path / "shards")
     assert not (tmp_path / "shards").exists()
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_setting_of_before_is_passed_over_or_told(name: str) -> None:
+    tables: dict[str, Any] = {"task": "image", "model": {"preset": "vit-small"}}
+    tables["data"] = {"train": "x.npz", "rows": 2}
+    off = {**tables, "data": {**tables["data"], name: 0}}
+    assert configure(off) == configure(tables)
+    with pytest.raises(UsageError, match=f"data.{name} = 1: .* no longer .*; leave it out"):
+        configure(tables, {f"data.{name}": 1})

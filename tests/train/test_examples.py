@@ -272,26 +272,6 @@ def test_evaluation_and_fingerprint_see_the_held_feed(make: Any) -> None:
     assert list(make().evaluation()) == [] and "batches a pass" in feed.describe()
 
 
-def test_a_square_is_erased_in_training_only_and_never_larger_than_asked() -> None:
-    white = np.full((40, 12, 10, 1), 255, np.uint8)
-    labels = np.zeros(40, np.int64)
-    batching = Batching(rows=40, seed=3)
-    held = ImageFeed(Column(white), Column(labels), batching, erase=4)
-    feed = ImageFeed(Column(white), Column(labels), batching, erase=4, held=held)
-    plain = ImageFeed(Column(white), Column(labels), batching)
-    assert feed.fingerprint != plain.fingerprint
-    assert all((b.ids == 1).all() for b in feed.evaluation())
-    black = (feed.batch(0).ids[:, 0] < 0).numpy()
-    assert 20 < black.any((1, 2)).sum() < 40  # a side of 0 leaves a picture as it is
-    assert black.any(1).sum(1).max() == 4 and black.any(2).sum(1).max() == 4
-    assert all((b == b.any(1)[:, None] & b.any(0)[None]).all() for b in black)
-    assert feed.batch(0).ids.equal(feed.batch(0).ids) and not feed.batch(0).ids.equal(
-        feed.batch(1).ids
-    )
-    halves = [feed.batch(5, rank, 2).ids for rank in (0, 1)]
-    assert torch.cat(halves).equal(feed.batch(5).ids)
-
-
 def test_pieces_of_the_next_picture_are_pasted_and_weighed_by_their_area() -> None:
     shade = np.arange(50, dtype=np.uint8) * 5
     pictures = np.broadcast_to(shade[:, None, None, None], (50, 12, 10, 1)).copy()
