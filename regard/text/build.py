@@ -6,6 +6,7 @@ tokenizer.json as it is; else from what older folders carry: vocab.json + merges
 
 from __future__ import annotations
 
+import importlib
 import json
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -385,7 +386,8 @@ def read_sentencepiece(data: bytes, name: str) -> SentencePiece:
     """The content of a .model or .spm file."""
     try:
         from google.protobuf.message import DecodeError
-        from sentencepiece.sentencepiece_model_pb2 import ModelProto
+
+        schema: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
     except ModuleNotFoundError:
         raise Fault(
             f"{name} is read by the package sentencepiece; pip install 'regard[sentencepiece]', or put the model's "
@@ -393,23 +395,25 @@ def read_sentencepiece(data: bytes, name: str) -> SentencePiece:
             ENVIRONMENT,
         ) from None
     try:
-        proto = ModelProto.FromString(data)
+        proto = schema.ModelProto.FromString(data)
     except DecodeError as e:
         raise _no_sentencepiece(name, e) from None
-    texts, scores, kinds = (
-        [getattr(p, n) for p in proto.pieces] for n in ("piece", "score", "type")
-    )
-    model, text = proto.trainer_spec.model_type, proto.normalizer_spec
-    if not texts:
+    kinds, model = [p.type for p in proto.pieces], proto.trainer_spec.model_type
+    if not kinds:
         raise _no_sentencepiece(name, "it holds no pieces")
     if model not in (UNIGRAM, BPE):
         raise _no_sentencepiece(name, f"model type {model}, known are unigram (1) and BPE (2)")
     if UNKNOWN not in kinds:
         raise _no_sentencepiece(name, "it has no piece for the unknown")
-    squeeze, prefix = text.remove_extra_whitespaces, text.add_dummy_prefix
-    charsmap = text.precompiled_charsmap
     return SentencePiece(
-        texts, scores, kinds, model, kinds.index(UNKNOWN), charsmap, prefix, squeeze
+        [p.piece for p in proto.pieces],
+        [p.score for p in proto.pieces],
+        kinds,
+        model,
+        unk=kinds.index(UNKNOWN),
+        charsmap=proto.normalizer_spec.precompiled_charsmap,
+        prefix=proto.normalizer_spec.add_dummy_prefix,
+        squeeze=proto.normalizer_spec.remove_extra_whitespaces,
     )
 
 
