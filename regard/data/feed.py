@@ -23,10 +23,10 @@ from regard.config import Count, Seed, Share, ranged, settings
 from regard.data.samplers import (
     CHANGES,
     PASTES,
-    Buckets,
-    Deck,
-    Packs,
-    Tiles,
+    BucketSampler,
+    PackSampler,
+    ShuffleSampler,
+    StreamSampler,
     cut,
     draws,
     ranges,
@@ -178,7 +178,7 @@ class Batching:
 class Base:
     """What the feeds share: a rank's part of a batch, the evaluation, the fingerprint."""
 
-    order: Deck | Buckets | Tiles
+    order: ShuffleSampler | BucketSampler | StreamSampler
     batching: Batching
     held: Base | None
     fingerprint: str
@@ -291,14 +291,14 @@ class TextFeed(Base):
         self.sizes = np.array([length])
         if self.flat:
             random = pack == "windows"
-            self.order = Tiles(len(self.values), length, self.extra, rows, b.seed, random)
+            self.order = StreamSampler(len(self.values), length, self.extra, rows, b.seed, random)
         elif pack == "none":
             self._cut()
             self.sizes = self.size
-            self.order = Buckets(b.padded(self.size), b.tokens, b.rows, b.seed)
+            self.order = BucketSampler(b.padded(self.size), b.tokens, b.rows, b.seed)
         else:
             self._cut()
-            self.order = Packs(self.size, length, rows, b.seed)
+            self.order = PackSampler(self.size, length, rows, b.seed)
         settings = {"pack": pack, "shift": self.shift, "pad": self.pad}
         asked = None if prompts is None else Column(prompts).fingerprint
         if self.learned is not None:
@@ -321,10 +321,10 @@ class TextFeed(Base):
         self.size = pieces.size[kept] - self.extra
 
     def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
-        if isinstance(self.order, Tiles):
+        if isinstance(self.order, StreamSampler):
             return self._stretches(self.order, numbers, part, k)
         chosen = numbers[part]
-        if isinstance(self.order, Packs):
+        if isinstance(self.order, PackSampler):
             packed, bins = self.order.packing(k)
             counts = bins[numbers + 1] - bins[numbers]
             sizes = self.size[packed[ranges(bins[numbers], counts)]]
@@ -362,13 +362,15 @@ class TextFeed(Base):
         ids, labels = rows(self.pad, self.values[source]), rows(IGNORE, learned)
         return tensors(ids, labels, np.add.reduceat(size, first), whole, **more)
 
-    def _stretches(self, tiles: Tiles, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
+    def _stretches(
+        self, stream: StreamSampler, numbers: np.ndarray, part: slice, k: int | None
+    ) -> Batch:
         """Rows of a stream that begin at these numbers."""
         length = self.batching.length or 1
-        whole = np.minimum(length, tiles.n + tiles.first(k) - numbers)
+        whole = np.minimum(length, stream.n + stream.first(k) - numbers)
         sizes = whole[part]
         place = ranges(numbers[part], sizes)
-        place[place >= tiles.n] -= tiles.n
+        place[place >= stream.n] -= stream.n
         starts = np.cumsum(sizes) - sizes
         ids = framed(self.values[place], starts, sizes, length, self.pad)
         labels = framed(self.values[place + self.extra], starts, sizes, length, IGNORE)
@@ -394,7 +396,7 @@ class TextFeed(Base):
             return f"{len(self.values):,} tokens {how} of {length:,}{batches}"
         text = f"{len(self.documents):,} {'documents' if self.learned is None else 'chats'}, "
         text += f"{self.labels():,} of {int(self.documents.lengths.sum()):,} tokens learned"
-        if isinstance(self.order, Packs):
+        if isinstance(self.order, PackSampler):
             rows = self.order.n
             empty = 1 - self.size.sum() / (rows * length)
             text += f", packed into {rows:,} rows of {length:,} ({empty:.2%} padding)"
@@ -450,7 +452,7 @@ class PairFeed(Base):
         self.source_sizes, self.target_sizes = (
             np.minimum(n[self.kept], self.sizes.max()) for n in sizes
         )
-        self.order = Buckets(b.padded(self.sizes), b.tokens, b.rows, b.seed)
+        self.order = BucketSampler(b.padded(self.sizes), b.tokens, b.rows, b.seed)
 
     def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
         read, written = self.source_sizes[numbers], self.target_sizes[numbers]
@@ -507,7 +509,7 @@ class PreferFeed(Base):
         columns = {"chosen": self.chosen[0], "rejected": self.worse[0]}
         self.sign(columns, sides=[side.fingerprint for side in self.sides])
         self.sizes = np.maximum(*(side.size for side in self.sides))
-        self.order = Buckets(b.padded(self.sizes), b.tokens, b.rows, b.seed)
+        self.order = BucketSampler(b.padded(self.sizes), b.tokens, b.rows, b.seed)
 
     def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
         better, worse = (side.make(numbers, part, k) for side in self.sides)
@@ -548,7 +550,7 @@ class LabelFeed(Base):
         ends = len(self.before) + len(self.after)
         self.cut = cut(self.texts.lengths + ends, b.length, b.overlong, "text")
         self.sizes = self.cut.size
-        self.order = Buckets(b.padded(self.sizes), b.tokens, b.rows, b.seed)
+        self.order = BucketSampler(b.padded(self.sizes), b.tokens, b.rows, b.seed)
 
     def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
         whole = self.cut.size[numbers]
@@ -605,7 +607,7 @@ class ImageFeed(Base):
     def __post_init__(self) -> None:
         if self.batching.rows is None:
             raise UsageError("a batch of pictures is counted in rows: rows = N")
-        self.order = Deck(len(self.pictures), self.batching.rows, self.batching.seed)
+        self.order = ShuffleSampler(len(self.pictures), self.batching.rows, self.batching.seed)
         changes: dict[str, Any] = {"mean": list(self.mean), "std": list(self.std)}
         changes |= {"shift": self.shift, "flip": self.flip}
         changes |= {"paste": self.paste} if self.paste else {}

@@ -1,5 +1,5 @@
-"""Samplers: which examples make a batch, and in what order. Shuffled (`Deck`), packed into rows (`Packs`), in buckets
-of about one length (`Buckets`), or cut out of a stream (`Tiles`); and how examples that are too long are cut.
+"""Samplers: which examples make a batch, and in what order: shuffled, packed into rows, in buckets of about one length,
+or cut out of a stream. And how examples that are too long are cut.
 
 Every order is a function of (seed, pass over the data) by a counter-based generator (Philox), so that no state has to
 be saved: batch k can be made at any time, in any process.
@@ -33,7 +33,7 @@ def draws(seed: int, purpose: int, k: int, count: int) -> np.ndarray:
     return np.random.Philox(key=[seed, purpose], counter=[0, 0, 0, k]).random_raw(count)
 
 
-class Deck:
+class ShuffleSampler:
     """n examples dealt `rows` at a time, each once a pass, shuffled anew for each pass. The last batch of a pass has
     those that are left."""
 
@@ -57,7 +57,7 @@ class Deck:
         return (np.arange(self.n)[i : i + self.rows] for i in range(0, self.n, self.rows))
 
 
-class Packs(Deck):
+class PackSampler(ShuffleSampler):
     """Pieces of text packed into rows of `room` tokens, which are dealt. In every pass a piece has other company:
     pieces of one size trade places, and so do those of about one size where there is room for the longer one. So all
     passes have as many rows."""
@@ -107,7 +107,7 @@ class Packs(Deck):
         return pieces[np.argsort(row, kind="stable")], np.cumsum([0, *counts])
 
 
-class Buckets:
+class BucketSampler:
     """Examples of about one length together: a batch has at most `tokens` tokens, padding included, and at most `rows`
     rows. Each pass has every example once; which ones meet, and the order of the batches, is shuffled for each pass."""
 
@@ -154,7 +154,7 @@ class Buckets:
         return (order[a:b] for a, b in pairwise(self.starts))
 
 
-class Tiles:
+class StreamSampler:
     """Where rows of `length` tokens begin in a stream of n tokens, of which the last `extra` are labels alone. Rows lie
     side by side and each token is read once a pass; where the first row begins is drawn for each pass, and behind the
     last token comes the first. Or rows begin anywhere (`random`), as nanoGPT draws them."""
@@ -162,10 +162,10 @@ class Tiles:
     def __init__(self, n: int, length: int, extra: int, rows: int, seed: int, random: bool):
         self.n, self.length, self.seed, self.random = n - extra, length, seed, random
         count = max(self.n // length, 1) if random else -(-self.n // length)
-        self.deck = Deck(count, rows, seed)
-        self.rows = rows if random else self.deck.rows
-        self.epoch = self.deck.epoch
-        self.version = None if random else Deck.version
+        self.shuffle = ShuffleSampler(count, rows, seed)
+        self.rows = rows if random else self.shuffle.rows
+        self.epoch = self.shuffle.epoch
+        self.version = None if random else ShuffleSampler.version
 
     def first(self, k: int | None) -> int:
         """Where the first row of the pass of batch k begins."""
@@ -175,7 +175,7 @@ class Tiles:
 
     def take(self, k: int) -> np.ndarray:
         if not self.random:
-            return self.deck.take(k) * self.length + self.first(k)
+            return self.shuffle.take(k) * self.length + self.first(k)
         places = max(self.n - self.length + 1, 1)
         return (draws(self.seed, WINDOWS, k, self.rows) % np.uint64(places)).astype(np.int64)
 

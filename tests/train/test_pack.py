@@ -9,13 +9,22 @@ from hypothesis import strategies as st
 
 from regard.data.feed import framed
 from regard.data.read import DataError
-from regard.data.samplers import Buckets, Deck, Packs, Tiles, best_fit, cut, draws, ranges
+from regard.data.samplers import (
+    BucketSampler,
+    PackSampler,
+    ShuffleSampler,
+    StreamSampler,
+    best_fit,
+    cut,
+    draws,
+    ranges,
+)
 
 
 def test_drawn_numbers_are_those_of_philox_whatever_numpy_does() -> None:
     # written down once: another version of numpy or another machine must not shuffle differently
     assert draws(5, 0, 3, 3).tolist() == DRAWN
-    assert Deck(8, 3, seed=5).take(2).tolist() == DEALT
+    assert ShuffleSampler(8, 3, seed=5).take(2).tolist() == DEALT
 
 
 DRAWN = [16588509541787650340, 7798703924310098251, 4457997086479036819]
@@ -24,7 +33,7 @@ DEALT = [6, 7]
 
 @given(st.integers(1, 50), st.integers(1, 60), st.integers(0, 2**63 - 1))
 def test_deck_deals_each_example_once_a_pass(n: int, rows: int, seed: int) -> None:
-    deck = Deck(n, rows, seed)
+    deck = ShuffleSampler(n, rows, seed)
     for p in range(3):
         batches = [deck.take(k) for k in range(p * deck.epoch, (p + 1) * deck.epoch)]
         assert sorted(np.concatenate(batches)) == list(range(n))
@@ -43,7 +52,7 @@ def test_buckets_keep_the_budget_and_each_example_once_a_pass(
     lengths: list[int], tokens: int, rows: int | None, seed: int
 ) -> None:
     sizes = np.array(lengths)
-    buckets = Buckets(sizes, tokens, rows, seed)
+    buckets = BucketSampler(sizes, tokens, rows, seed)
     for p in range(2):
         batches = [buckets.take(p * buckets.epoch + i) for i in range(buckets.epoch)]
         assert sorted(np.concatenate(batches)) == list(range(len(sizes)))
@@ -55,7 +64,7 @@ def test_buckets_keep_the_budget_and_each_example_once_a_pass(
 
 def test_buckets_shuffle_what_meets_and_pad_little() -> None:
     sizes = np.random.default_rng(1).integers(5, 60, 3000)
-    buckets = Buckets(sizes, 1000, None, seed=0)
+    buckets = BucketSampler(sizes, 1000, None, seed=0)
     first, second = (
         [buckets.take(p * buckets.epoch + i) for i in range(buckets.epoch)] for p in (0, 1)
     )
@@ -67,7 +76,7 @@ def test_buckets_shuffle_what_meets_and_pad_little() -> None:
 
 def test_budget_smaller_than_an_example_is_refused() -> None:
     with pytest.raises(DataError, match="an example has 30 tokens, a batch holds 20"):
-        Buckets(np.array([3, 30]), 20, None, 0)
+        BucketSampler(np.array([3, 30]), 20, None, 0)
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=60))
@@ -84,7 +93,7 @@ def test_best_fit_places_everything_and_wastes_little(sizes: list[int]) -> None:
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=60), st.integers(0, 9))
 def test_packs_of_every_pass_hold_each_piece_once(sizes: list[int], seed: int) -> None:
-    packs = Packs(np.array(sizes), 20, 4, seed)
+    packs = PackSampler(np.array(sizes), 20, 4, seed)
     for k in (None, 0, packs.epoch, 7 * packs.epoch):
         pieces, starts = packs.packing(k)
         assert sorted(pieces) == list(range(len(sizes))) and len(starts) == packs.n + 1
@@ -95,7 +104,7 @@ def test_packs_of_every_pass_hold_each_piece_once(sizes: list[int], seed: int) -
 def test_tiles_of_every_pass_cover_each_token_once(
     n: int, length: int, extra: int, rows: int
 ) -> None:
-    tiles = Tiles(n + extra, length, extra, rows, 3, random=False)
+    tiles = StreamSampler(n + extra, length, extra, rows, 3, random=False)
     for p in range(3):
         numbers = np.concatenate([tiles.take(p * tiles.epoch + i) for i in range(tiles.epoch)])
         sizes = np.minimum(length, n + tiles.first(p * tiles.epoch) - numbers)
@@ -118,5 +127,5 @@ def test_framed_rows_have_their_ends() -> None:
 
 
 def test_tiles_of_a_short_stream_are_one_row() -> None:
-    tiles = Tiles(5, 10, 1, 4, 0, random=False)
+    tiles = StreamSampler(5, 10, 1, 4, 0, random=False)
     assert tiles.take(3).tolist() == [0] and [t.tolist() for t in tiles.fixed()] == [[0]]
