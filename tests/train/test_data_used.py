@@ -35,10 +35,9 @@ VALUES: dict[str, Any] = {  # another value than the default, for every setting
     "template": "chatml",
     "shift": 1,
     "flip": True,
-    "paste": 0.5,
 }
 ALL = {"valid", "held", "format", "rows", "weights"}
-PICTURES = {"size", "shift", "flip", "paste"}
+PICTURES = {"size", "shift", "flip"}
 BESIDE = {"target", "valid_target"}
 TEXTS = {"header", "columns", "length", "tokens", "overlong", "multiple", "delimiter", "encoding"}
 READS = {  # task -> a file it reads, and the settings it uses
@@ -51,7 +50,7 @@ READS = {  # task -> a file it reads, and the settings it uses
     "image": ("pictures", PICTURES | BESIDE | {"columns"}),
     "chat": ("a.jsonl", TEXTS | {"pack", "template"}),
     "prefer": ("a.jsonl", TEXTS | {"template"}),
-    "caption": ("pictures", PICTURES - {"paste"} | BESIDE | {"columns"}),
+    "caption": ("pictures", PICTURES | BESIDE | {"columns"}),
 }
 
 
