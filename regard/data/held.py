@@ -1,5 +1,5 @@
-"""What is held out of the data: a share of each data set that is never trained on, and copies of an example always on
-the same side."""
+"""What is held out of the data: a share of each data set that is never trained on, and copies of an
+example always on the same side."""
 
 from __future__ import annotations
 

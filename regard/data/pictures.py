@@ -1,5 +1,6 @@
-"""Pictures: files and folders of them as one array of bytes (n h w c) with a label for each, and one picture as a
-trained model reads it. No pickle is ever read, and what somebody sent is looked at before it is unpacked."""
+"""Pictures: files and folders of them as one array of bytes (n h w c) with a label for each, and
+one picture as a trained model reads it. No pickle is ever read, and what somebody sent is looked
+at before it is unpacked."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Samplers: which examples make a batch, and in what order: shuffled, packed into rows, in buckets of about one length,
-or cut out of a stream. And how examples that are too long are cut.
+"""Samplers: which examples make a batch, and in what order: shuffled, packed into rows, in buckets
+of about one length, or cut out of a stream. And how examples that are too long are cut.
 
-Every order is a function of (seed, pass over the data) by a counter-based generator (Philox), so that no state has to
-be saved: batch k can be made at any time, in any process.
+Every order is a function of (seed, pass over the data) by a counter-based generator (Philox), so
+that no state has to be saved: batch k can be made at any time, in any process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Files of data: which there are, how they are packed, in what format; their bytes and their characters, as streams, so
-that memory does not grow with the data.
+"""Files of data: which there are, how they are packed, in what format; their bytes and their
+characters, as streams, so that memory does not grow with the data.
 
-Text is UTF-8 unless `encoding` says otherwise, cut at \\n (a \\r before it goes with it) and at nothing else.
+Text is UTF-8 unless `encoding` says otherwise, cut at \\n (a \\r before it goes with it) and at
+nothing else.
 """
 
 from __future__ import annotations
