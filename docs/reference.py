@@ -14,6 +14,7 @@ from typing import Any
 import regard
 from regard.cli.main import COMMANDS, command_of
 from regard.cli.settings import default, kind, meaning, rows, sizes_of
+from regard.config import alternatives
 from regard.data.train_tokenizer import Recipe
 from regard.decode.settings import Settings
 from regard.learn.explain import CHAPTERS, find
@@ -52,7 +53,9 @@ def within(*roots: Any) -> list[type]:
                 found[hint] = None
                 visit(tuple(typing.get_type_hints(hint, include_extras=True).values()))
             return
-        for each in hint if isinstance(hint, tuple) else typing.get_args(hint):
+        inside = hint if isinstance(hint, tuple) else typing.get_args(hint)
+        every = alternatives(hint)
+        for each in inside if every == [hint] else every:
             visit(each)
 
     visit(roots)

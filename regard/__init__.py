@@ -16,10 +16,11 @@ from typing import Any
 from regard.errors import VERSION as __version__  # noqa: F401
 
 _HOME = {
-    "regard.attention": "ATTENTION BACKENDS DSA DeltaRule GQA MLA Context attend",
-    "regard.block": "Tower",
+    "regard.attention": "ATTENTION BACKENDS CROSS DSA DeltaRule GQA MLA Context attend",
+    "regard.block": "FEED_FORWARDS ORDERS Order Tower",
     "regard.cache": "LAYOUTS CacheSpec Contiguous Paged Ring",
     "regard.checkpoint": "from_hf load",
+    "regard.checkpoint.families": "FAMILIES",
     "regard.errors": "UsageError",
     "regard.evaluate.model": "answer classify embed fill",
     "regard.labs.run": "lab",
@@ -28,7 +29,7 @@ _HOME = {
     "regard.mask": "Causal Documents Full Padding Prefix Span Visible Window",
     "regard.models": "EncoderDecoderConfig Model Patches RecurrentConfig Seq2SeqConfig Tokens TransformerConfig",
     "regard.moe": "MoE",
-    "regard.position": "Alibi Learned Linear Llama3 Rope Sinusoidal T5Bias Yarn",
+    "regard.position": "POSITIONS RELATIVE SCALINGS Alibi Learned Linear Llama3 Rope Sinusoidal T5Bias Yarn",
     "regard.fast.cpu": "prepare",
     "regard.decode.settings": "Request Result Settings",
     "regard.decode.engine": "Engine",

@@ -1,10 +1,11 @@
 """What type checkers and editors know of the public names, which __init__.py finds when they are used."""
 
 from regard import presets
-from regard.attention import ATTENTION, BACKENDS, DSA, GQA, MLA, Context, DeltaRule, attend
-from regard.block import Tower
+from regard.attention import ATTENTION, BACKENDS, CROSS, DSA, GQA, MLA, Context, DeltaRule, attend
+from regard.block import FEED_FORWARDS, ORDERS, Order, Tower
 from regard.cache import LAYOUTS, CacheSpec, Contiguous, Paged, Ring
 from regard.checkpoint import from_hf, load
+from regard.checkpoint.families import FAMILIES
 from regard.decode.engine import Engine
 from regard.decode.generate import generate, stream, translate
 from regard.decode.settings import Request, Result, Settings
@@ -25,7 +26,19 @@ from regard.models import (
     TransformerConfig,
 )
 from regard.moe import MoE
-from regard.position import Alibi, Learned, Linear, Llama3, Rope, Sinusoidal, T5Bias, Yarn
+from regard.position import (
+    POSITIONS,
+    RELATIVE,
+    SCALINGS,
+    Alibi,
+    Learned,
+    Linear,
+    Llama3,
+    Rope,
+    Sinusoidal,
+    T5Bias,
+    Yarn,
+)
 from regard.presets import PRESETS, build
 from regard.see.probe import Probe
 from regard.train.finetune import finetune
@@ -38,6 +51,7 @@ __all__ = [
     "Alibi",
     "Answer",
     "BACKENDS",
+    "CROSS",
     "CacheSpec",
     "Causal",
     "Classify",
@@ -48,6 +62,8 @@ __all__ = [
     "Documents",
     "EncoderDecoderConfig",
     "Engine",
+    "FAMILIES",
+    "FEED_FORWARDS",
     "Full",
     "GQA",
     "LAYOUTS",
@@ -61,18 +77,23 @@ __all__ = [
     "MoE",
     "Model",
     "Norm",
+    "ORDERS",
+    "Order",
+    "POSITIONS",
     "PRESETS",
     "Padding",
     "Paged",
     "Patches",
     "Prefix",
     "Probe",
+    "RELATIVE",
     "RecurrentConfig",
     "Request",
     "Result",
     "Ring",
     "Rope",
     "RunConfig",
+    "SCALINGS",
     "Seq2SeqConfig",
     "Settings",
     "Sinusoidal",

@@ -2,23 +2,66 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from regard.attention import DSA, GQA, MLA, Context, DeltaRule
+from regard.attention import Attention, Context, CrossAttention
 from regard.cache import CacheSpec
-from regard.config import Count, Fraction, Whole, settings
+from regard.config import Count, Fraction, Kinds, Whole, settings
 from regard.errors import UsageError
 from regard.layers import MLP, Add, Norm
 from regard.mask import Causal, Full, Mask
 from regard.moe import MoE
-from regard.position import Alibi, RelativeBias, T5Bias
+from regard.position import Relative
 
-Attention = GQA | MLA | DSA | DeltaRule
-ORDERS = ("pre", "post", "sandwich", "inner", "parallel")
+
+class FeedForwardConfig(Protocol):
+    """What a tower asks of the config of a feed-forward: a module f(x, residual), which adds itself by `add`."""
+
+    def make(self, dim: int, add: Add | None = None) -> nn.Module: ...
+
+
+FEED_FORWARDS: dict[str, type[FeedForwardConfig]] = {"mlp": MLP, "moe": MoE}
+FeedForwards = Annotated[FeedForwardConfig, Kinds(FEED_FORWARDS)]
+
+
+# --- orders of a block --------------------------------------------------------------------------------------------
+
+Normed = Callable[[Tensor], Tensor]
+Stream = Tensor | None  # None: a part replaces the stream
+
+
+def before(norm: Normed, part: nn.Module, x: Tensor, stream: Stream, *ctx: Any) -> Tensor:
+    """x + f(norm(x)): a part is called with what it reads, contexts, and the stream that it adds itself to."""
+    return part(norm(x), *ctx, stream)
+
+
+def after(norm: Normed, part: nn.Module, x: Tensor, stream: Stream, *ctx: Any) -> Tensor:
+    """norm(x + f(x))."""
+    return norm(part(x, *ctx, stream))
+
+
+@dataclass(frozen=True)
+class Order:
+    """Where norms stand in a block. `around` gives the stream after a part of it."""
+
+    around: Callable[..., Tensor] = before
+    outer: bool = True  # a norm for each part, which `around` is given
+    added: bool = False  # a norm of what a part adds, before it is added
+    parallel: bool = False  # attention and feed-forward read the same stream
+
+
+ORDERS: dict[str, Order] = {
+    "pre": Order(),
+    "post": Order(after),
+    "sandwich": Order(added=True),
+    "inner": Order(outer=False, added=True),
+    "parallel": Order(parallel=True),
+}
 
 
 @settings
@@ -33,14 +76,14 @@ class Tower:
     dim: Count  # width of the stream
     layers: Count  # blocks
     attention: Attention | tuple[Attention, ...]  # of each block
-    ffn: MLP | MoE | tuple[MLP | MoE, ...]  # of each block
-    cross: GQA | MLA | None = None  # attention to an encoder's states
+    ffn: FeedForwards | tuple[FeedForwards, ...]  # of each block
+    cross: CrossAttention | None = None  # attention to an encoder's states
     memory_dim: Count | None = None  # width of what `cross` attends to; default: dim
     norm: Norm = Norm()  # of each part
     order: str = "pre"  # where it stands: pre, post, sandwich, inner, parallel
     final_norm: bool = True  # one more at the end (pre)
     causal: bool = True  # a token sees those before it alone
-    relative: T5Bias | Alibi | None = None  # a bias on scores by distance
+    relative: Relative | None = None  # a bias on scores by distance
     dropout: Fraction = 0.0  # on what each part adds, in training
     attention_dropped: bool = True  # False: only on what feed-forwards add (DistilBERT)
     ffn_dropped: bool = True  # False: only on what attention adds (ALBERT, ModernBERT)
@@ -56,8 +99,8 @@ class Tower:
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
             raise UsageError(f"order is {self.order!r}; choose one of {', '.join(ORDERS)}")
-        if self.order == "parallel" and self.cross is not None:
-            raise UsageError("order 'parallel' has no cross-attention; choose pre or post")
+        if ORDERS[self.order].parallel and self.cross is not None:
+            raise UsageError(f"order {self.order!r} has no cross-attention; choose pre or post")
         for name in ("attention", "ffn"):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != self.layers:
@@ -95,17 +138,16 @@ class Tower:
 class Block(nn.Module):
     """Self-attention, optional cross-attention, feed-forward; each adds itself to the stream."""
 
-    def __init__(self, config: Tower, attention: Attention, ffn: MLP | MoE):
+    def __init__(self, config: Tower, attention: Attention, ffn: FeedForwards):
         super().__init__()
-        c, dim = config, config.dim
+        c, dim, order = config, config.dim, ORDERS[config.order]
         self.order, self.residual = c.order, c.residual
 
         def norm() -> nn.Module | None:
-            return None if c.order == "inner" else c.norm.make(dim)
+            return c.norm.make(dim) if order.outer else None
 
         def add(dropped: bool) -> Add:
-            normed = c.order in ("sandwich", "inner")
-            return Add(c.dropout if dropped else 0.0, c.norm.make(dim) if normed else None)
+            return Add(c.dropout if dropped else 0.0, c.norm.make(dim) if order.added else None)
 
         self.attention, self.norm1 = attention.make(dim, add=add(c.attention_dropped)), norm()
         self.cross, self.norm2 = None, None
@@ -115,7 +157,7 @@ class Block(nn.Module):
         self.ffn, self.norm3 = ffn.make(dim, add(c.ffn_dropped)), norm()
 
     def forward(self, x: Tensor, ctx: Context, cross: Context | None = None) -> Tensor:
-        if self.order == "parallel":
+        if ORDERS[self.order].parallel:
             assert self.norm3 is not None
             return self.ffn(self.norm3(x), self.around(self.norm1, self.attention, x, ctx))
         x = self.around(self.norm1, self.attention, x, ctx)
@@ -124,11 +166,13 @@ class Block(nn.Module):
         return self.around(self.norm3, self.ffn, x)
 
     def around(self, norm: nn.Module | None, part: nn.Module, x: Tensor, *ctx: Any) -> Tensor:
-        """x + f(norm x), or norm(x + f x); parts add x themselves, where there is a residual."""
-        stream = x if self.residual else None
-        if norm is None:
-            return part(x, *ctx, stream)
-        return norm(part(x, *ctx, stream)) if self.order == "post" else part(norm(x), *ctx, stream)
+        """The stream after a part, which adds x itself, where there is a residual."""
+        normed = _same if norm is None else norm
+        return ORDERS[self.order].around(normed, part, x, x if self.residual else None, *ctx)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def _at(ctx: Context, cache: Any, layer: int, site: str) -> Context:
@@ -150,7 +194,7 @@ class Stack(nn.Module):
         )
         if not c.first_norm:
             blocks[0].norm1 = None
-        self.relative = RelativeBias(c.relative) if c.relative else None
+        self.relative = c.relative.make() if c.relative else None
         self.norm = c.norm.make(c.dim) if c.final_norm else None
         self.dropout = nn.Dropout(c.dropout if c.end_dropped else 0.0)
 

@@ -1,8 +1,8 @@
 """Frozen dataclasses <-> plain dictionaries, strictly.
 
-A config is data: nested frozen dataclasses whose unions are told apart by `kind`. Nothing is
-ignored: an unknown key names the nearest known one, a wrong type says what was expected, a number
-outside the range that its field declares says what to give.
+A config is data: nested frozen dataclasses whose unions are told apart by `kind`. Where a union is open its members
+are the rows of a table (`Kinds`). Nothing is ignored: an unknown key names the nearest known one, a wrong type says
+what was expected, a number outside the range that its field declares says what to give.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from regard.errors import UsageError, nearest
 
 T = TypeVar("T")
 # Evaluating them takes longer than all else in reading a config, of which a save reads many.
-type_hints = functools.cache(typing.get_type_hints)
+type_hints = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
 
 
 def divisors(n: int) -> list[int]:
@@ -81,8 +81,7 @@ def ranges(cls: type) -> dict[str, Range]:
         limits = next(filter(None, map(declared, typing.get_args(hint))), None)
         return dataclasses.replace(limits, switch=bool in typing.get_args(hint)) if limits else None
 
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return {name: limits for name, hint in hints.items() if (limits := declared(hint))}
+    return {name: limits for name, hint in type_hints(cls).items() if (limits := declared(hint))}
 
 
 def _check_ranges(cls: type, values: Mapping[str, Any], path: str) -> None:
@@ -114,6 +113,22 @@ def settings(cls: type[T]) -> type[T]:
 
 
 # --- plain data ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kinds:
+    """In `Annotated[Protocol, Kinds(TABLE)]`: whatever TABLE has, by its `kind`. A table is open: what is put into it
+    while a program runs is read, checked, saved and listed like the rest."""
+
+    table: Mapping[str, type]
+
+
+def alternatives(hint: Any) -> list[Any]:
+    """What a value of this type may be: the members of a union one by one, of an open table its rows."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return [one for each in typing.get_args(hint) for one in alternatives(each)]
+    marks = getattr(hint, "__metadata__", ())
+    return next(([*mark.table.values()] for mark in marks if isinstance(mark, Kinds)), [hint])
 
 
 def to_dict(config: Any) -> Any:
@@ -152,9 +167,12 @@ def _required(cls: Any) -> list[str]:
 
 
 def _read(hint: Any, value: Any, path: str) -> Any:
+    every = alternatives(hint)
+    if every != [hint]:
+        return _read_union(every, value, path)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return _read_union(args, value, path)
+    if origin is Annotated:
+        return _read(args[0], value, path)
     if origin is tuple and isinstance(value, (list, tuple)):
         return tuple(_read(args[0], item, f"{path}[{i}]") for i, item in enumerate(value))
     if dataclasses.is_dataclass(hint):
@@ -169,11 +187,11 @@ def _read(hint: Any, value: Any, path: str) -> Any:
     raise UsageError(f"{path} must be {getattr(hint, '__name__', hint)}, got {value!r}")
 
 
-def _read_union(args: tuple[Any, ...], value: Any, path: str) -> Any:
+def _read_union(every: list[Any], value: Any, path: str) -> Any:
     # TOML has no word for None.
-    if value in (None, "none") and type(None) in args:
+    if value in (None, "none") and type(None) in every:
         return None
-    classes = {c.__dataclass_fields__["kind"].default: c for c in args if hasattr(c, "kind")}
+    classes = {c.__dataclass_fields__["kind"].default: c for c in every if hasattr(c, "kind")}
     if dataclasses.is_dataclass(value) and isinstance(value, tuple(classes.values())):
         return value
     if isinstance(value, dict) and classes:
@@ -187,7 +205,7 @@ def _read_union(args: tuple[Any, ...], value: Any, path: str) -> Any:
         table = ", ".join([f"kind = {value!r}", *names])
         give = f"give {made}, in a TOML file {{{table}}}"
         raise UsageError(f"{path} is {value!r}, a kind without its settings; {give}")
-    rest = [a for a in args if a is not type(None) and a not in classes.values()]
+    rest = [a for a in every if a is not type(None) and a not in classes.values()]
     for hint in rest:
         try:
             return _read(hint, value, path)

@@ -1,18 +1,32 @@
 """Where a token stands: sinusoidal and learned vectors (added to embeddings), RoPE (turns queries and keys),
 T5 buckets and ALiBi (added to scores). Everything takes positions as an argument, so caches need nothing special.
+
+Three open tables by `kind`: POSITIONS of what is added to embeddings, SCALINGS of RoPE for long texts, RELATIVE of
+what is added to scores.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Annotated, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from regard.config import Amount, Count, Positive, Share, Whole, settings
+from regard.config import Amount, Count, Kinds, Positive, Share, Whole, settings
 from regard.errors import UsageError
 
 # --- vectors added to the embeddings ------------------------------------------------------------------------------
+
+
+class PositionConfig(Protocol):
+    """What an embedding asks of the config of positions: how many places there are, if they end, and a module
+    f(pos, ids) of positions (b t), -1 for padding, and ids: vectors (b t dim)."""
+
+    @property
+    def max_len(self) -> int | None: ...
+
+    def make(self, dim: int) -> nn.Module: ...
 
 
 @settings
@@ -26,6 +40,9 @@ class Learned:
     skip: Whole | None = None  # id that gets no place
     kind: str = "learned"
 
+    def make(self, dim: int) -> PositionVectors:
+        return PositionVectors(self, dim)
+
 
 @settings
 class Sinusoidal:
@@ -38,6 +55,9 @@ class Sinusoidal:
     base: Positive = 10000.0  # the longest wave is 2 pi base
     layout: str = "interleaved"  # interleaved, halves or fairseq
     kind: str = "sinusoidal"
+
+    def make(self, dim: int) -> PositionVectors:
+        return PositionVectors(self, dim)
 
 
 def sinusoid(pos: Tensor, dim: int, base: float = 10000.0, layout: str = "interleaved") -> Tensor:
@@ -80,22 +100,44 @@ class PositionVectors(nn.Module):
         return self.weight[pos.clamp(min=0) + c.offset]
 
 
+POSITIONS: dict[str, type[PositionConfig]] = {"learned": Learned, "sinusoidal": Sinusoidal}
+Positions = Annotated[PositionConfig, Kinds(POSITIONS)]
+
+
 # --- RoPE ---------------------------------------------------------------------------------------------------------
 
 
+class Scaling:
+    """What RoPE does otherwise in texts longer than those of the training; by itself nothing."""
+
+    kind: str
+
+    def scaled(self, freq: Tensor, base: float) -> Tensor:
+        """Frequencies (r/2) of the same base for long texts."""
+        return freq
+
+    def gain(self) -> float:
+        """What cos and sin are multiplied by."""
+        return 1.0
+
+    def softmax_gain(self) -> float:
+        """What MLA multiplies its softmax scale by."""
+        return 1.0
+
+
 @settings
-class Linear:
+class Linear(Scaling):
     """Every frequency divided by `factor` (position interpolation)."""
 
     factor: Positive  # times as long
     kind: str = "linear"
 
-    def _scaled(self, freq: Tensor, base: float) -> Tensor:
+    def scaled(self, freq: Tensor, base: float) -> Tensor:
         return freq / self.factor
 
 
 @settings
-class Llama3:
+class Llama3(Scaling):
     """Long waves divided by `factor`, short ones kept, a linear blend between (Llama 3.1)."""
 
     factor: Positive  # times as long
@@ -104,14 +146,14 @@ class Llama3:
     original_len: Count = 8192  # context of the training
     kind: str = "llama3"
 
-    def _scaled(self, freq: Tensor, base: float) -> Tensor:
+    def scaled(self, freq: Tensor, base: float) -> Tensor:
         wave = 2 * math.pi / freq
         blend = ((self.original_len / wave - self.low) / (self.high - self.low)).clamp(0, 1)
         return freq / self.factor * (1 - blend) + freq * blend
 
 
 @settings
-class Yarn:
+class Yarn(Scaling):
     """YaRN (Peng et al. 2023): interpolate slow dimensions, keep fast ones, turn up the attention."""
 
     factor: Positive  # times as long
@@ -126,14 +168,17 @@ class Yarn:
     kind: str = "yarn"
 
     def gain(self) -> float:
-        """What cos and sin are multiplied by."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all:
             return _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all)
         return _mscale(self.factor, 1.0)
 
-    def _scaled(self, freq: Tensor, base: float) -> Tensor:
+    def softmax_gain(self) -> float:
+        """As DeepSeek uses `mscale_all`."""
+        return _mscale(self.factor, self.mscale_all) ** 2 if self.mscale_all else 1.0
+
+    def scaled(self, freq: Tensor, base: float) -> Tensor:
         r = 2 * len(freq)
 
         def dim_of(turns: float) -> float:
@@ -150,7 +195,7 @@ class Yarn:
 
 
 @settings
-class LongRope:
+class LongRope(Scaling):
     """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each frequency divided by a number of its own, from `long` in
     rows that reach past `original_len`, else from `short`; the attention turned up where `factor` is more than 1."""
 
@@ -167,7 +212,6 @@ class LongRope:
             raise UsageError(f"rope.scaling.{sizes}; give as many")
 
     def gain(self) -> float:
-        """What cos and sin are multiplied by."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.factor <= 1:
@@ -198,6 +242,14 @@ def _mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(max(factor, 1.0)) + 1.0
 
 
+SCALINGS: dict[str, type[Scaling]] = {
+    "linear": Linear,
+    "llama3": Llama3,
+    "yarn": Yarn,
+    "longrope": LongRope,
+}
+
+
 @settings
 class Rope:
     """Rotary positions (Su et al. 2021): pair i of a query or key at position p turns by p w_i, w_i = base^(-2i/r).
@@ -209,7 +261,7 @@ class Rope:
     base: Positive = 10000.0  # the longest wave is about 2 pi base
     layout: str = "half"  # half or interleaved
     # for texts longer than those of the training
-    scaling: Linear | Llama3 | Yarn | LongRope | None = None
+    scaling: Annotated[Scaling, Kinds(SCALINGS)] | None = None
     partial: Share = 1.0  # share of the width that turns
     wide: bool = False  # turned in float32 whatever the dtype
     kind: str = "rope"
@@ -231,9 +283,7 @@ class Rope:
         """w_i (r/2)."""
         r = self.width(dim)
         freq = 1.0 / (self.base ** (torch.arange(0, r, 2, dtype=dtype) / r))
-        if isinstance(self.scaling, Linear | Llama3 | Yarn):
-            return self.scaling._scaled(freq, self.base)
-        return freq
+        return freq if self.scaling is None else self.scaling.scaled(freq, self.base)
 
     def angles(
         self, pos: Tensor, dim: int, dtype: torch.dtype, reach: Tensor | None = None
@@ -247,7 +297,7 @@ class Rope:
                 raise UsageError(f"rope.scaling.short has {given} numbers for {pairs} pairs")
             freq = freq / self.scaling.divisors(pos, wide, reach)
         angle = pos.clamp(min=0).to(wide)[..., None, None] * freq
-        gain = self.scaling.gain() if isinstance(self.scaling, (Yarn, LongRope)) else 1.0
+        gain = 1.0 if self.scaling is None else self.scaling.gain()
         return (angle.cos() * gain).to(dtype), (angle.sin() * gain).to(dtype)
 
     def shift(self, x: Tensor, by: Tensor) -> Tensor:
@@ -258,10 +308,8 @@ class Rope:
         return rotate(x.to(wide), angle.cos(), angle.sin(), self.layout).to(x.dtype)
 
     def softmax_gain(self) -> float:
-        """MLA multiplies its softmax scale by this (DeepSeek's use of `mscale_all`)."""
-        if isinstance(self.scaling, Yarn) and self.scaling.mscale_all:
-            return _mscale(self.scaling.factor, self.scaling.mscale_all) ** 2
-        return 1.0
+        """What MLA multiplies its softmax scale by."""
+        return 1.0 if self.scaling is None else self.scaling.softmax_gain()
 
 
 def turned(name: str, rope: Rope | None) -> dict[str, Rope] | None:
@@ -301,6 +349,16 @@ def _pairs(x: Tensor, r: int, layout: str) -> tuple[Tensor, Tensor, Tensor]:
 # --- biases added to the scores -----------------------------------------------------------------------------------
 
 
+class RelativeConfig(Protocol):
+    """What a tower asks of the config of a bias on scores: the attention's heads, and a module f(q, k) of positions of
+    queries (b t) and keys (b s): what is added to the scores (b h t s)."""
+
+    @property
+    def heads(self) -> int: ...
+
+    def make(self) -> nn.Module: ...
+
+
 @settings
 class T5Bias:
     """A trained number for each head and bucket of distance; near distances have a bucket each, far ones share by
@@ -312,6 +370,9 @@ class T5Bias:
     causal: bool = False  # buckets for the past alone
     kind: str = "t5"
 
+    def make(self) -> RelativeBias:
+        return RelativeBias(self)
+
 
 @settings
 class Alibi:
@@ -319,6 +380,9 @@ class Alibi:
 
     heads: Count  # a slope for each
     kind: str = "alibi"
+
+    def make(self) -> RelativeBias:
+        return RelativeBias(self)
 
 
 class RelativeBias(nn.Module):
@@ -338,6 +402,10 @@ class RelativeBias(nn.Module):
             return -slopes[:, None, None] * distance.abs()[:, None]
         bucket = t5_bucket(distance, self.config)
         return self.weight[bucket].permute(0, 3, 1, 2)
+
+
+RELATIVE: dict[str, type[RelativeConfig]] = {"t5": T5Bias, "alibi": Alibi}
+Relative = Annotated[RelativeConfig, Kinds(RELATIVE)]
 
 
 def alibi_slopes(heads: int) -> Tensor:

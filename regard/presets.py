@@ -58,12 +58,16 @@ def _captioner() -> models.EncoderDecoderConfig:
     return models.EncoderDecoderConfig(*parts, LM(), shared=False, max_len=1024)
 
 
+def presets_of(family: Family) -> dict[str, tuple[str, Callable[[], Config]]]:
+    """The rows of PRESETS that a family gives."""
+    return {name: (family.name, partial(_preset, family, x)) for name, x in family.presets.items()}
+
+
 # name -> (Hugging Face's family, or "" where it has none; config). A family that was made from
 # another has the other's presets too: they are the first one's.
 PRESETS: dict[str, tuple[str, Callable[[], Config]]] = {}
 for _family in FAMILIES.values():
-    for _name, _keys in _family.presets.items():
-        PRESETS.setdefault(_name, (_family.name, partial(_preset, _family, _keys)))
+    PRESETS |= {name: row for name, row in presets_of(_family).items() if name not in PRESETS}
 PRESETS |= {
     "vaswani-base": ("", lambda: _vaswani(512, 8, 2048, 0.1)),
     "vaswani-big": ("", lambda: _vaswani(1024, 16, 4096, 0.3)),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from regard.attention import GQA
-from regard.config import Range, from_dict, ranges, to_dict
+from regard.config import Range, alternatives, from_dict, ranges, to_dict, type_hints
 from regard.data.config import Data
 from regard.data.corrupt import Infill, Marks, MaskTokens, Spans
 from regard.data.feed import Batching
@@ -43,13 +43,14 @@ def inside(value: Any) -> Iterator[Any]:
 
 
 def reachable(hint: Any) -> Iterator[type]:
-    """The dataclasses that a type names, and those that their fields name."""
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        yield hint
-        for inner in typing.get_type_hints(hint).values():
+    """The dataclasses that a type names, or a table that it names, and those that their fields name."""
+    for each in alternatives(hint):
+        if dataclasses.is_dataclass(each) and isinstance(each, type):
+            yield each
+            for inner in type_hints(each).values():
+                yield from reachable(inner)
+        for inner in typing.get_args(each):
             yield from reachable(inner)
-    for inner in typing.get_args(hint):
-        yield from reachable(inner)
 
 
 SAMPLES = {

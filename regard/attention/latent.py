@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.attention.core import Probe, Terms, attend
-from regard.attention.protocol import Context, Entries, Mechanism, Seen
+from regard.attention.protocol import Bias, Context, Entries, Mechanism, Seen
 from regard.cache import CacheSpec
 from regard.config import Amount, Count, Fraction, Whole, settings
 from regard.errors import UsageError
@@ -46,9 +46,7 @@ class MLA:
             both = f"attention.rope_dim={self.rope_dim} and attention.rope={self.rope}"
             raise UsageError(f"{both} belong together: give both (32 and Rope(), say) or neither")
 
-    def make(
-        self, dim: int, memory_dim: int | None = None, add: Add | None = None
-    ) -> LatentAttention:
+    def make(self, dim: int, memory_dim: int | None = None, add: Add | None = None) -> Mechanism:
         return LatentAttention(self, dim, memory_dim, add)
 
 
@@ -88,9 +86,7 @@ class LatentAttention(Mechanism):
         keys = min(context, self.config.window or context)
         return 2 * keys * self.h * (self.d + self.r + self.e)
 
-    def mix(
-        self, q: Tensor, kept: Entries, mask: Seen, ctx: Context, bias: Tensor | None
-    ) -> Tensor:
+    def mix(self, q: Tensor, kept: Entries, mask: Seen, ctx: Context, bias: Bias) -> Tensor:
         """Expanding s keys costs s c d a head; absorbing t queries saves that, but attends c wide instead of d."""
         few = ctx.store is not None and q.shape[1] * (self.c - self.d) < self.c * self.d
         return (self.absorbed if few else self.expanded)(q, kept, mask, ctx, bias)
@@ -128,7 +124,7 @@ class LatentAttention(Mechanism):
         return {"scale": self.scale, "dropout": drop, "probe": probe, "backend": ctx.backend}
 
     def expanded(
-        self, q: Tensor, kept: Entries, mask: Seen, ctx: Context, bias: Tensor | None = None
+        self, q: Tensor, kept: Entries, mask: Seen, ctx: Context, bias: Bias = None
     ) -> Tensor:
         """Keys and values of every head, then ordinary attention: (b t h e)."""
         k, v = self.w_ukv(kept["latent"]).unflatten(-1, (self.h, -1)).split([self.d, self.e], -1)
@@ -137,7 +133,7 @@ class LatentAttention(Mechanism):
         return attend(q, k, v, mask, bias=bias, **self.terms(ctx))
 
     def absorbed(
-        self, q: Tensor, kept: Entries, mask: Seen, ctx: Context, bias: Tensor | None = None
+        self, q: Tensor, kept: Entries, mask: Seen, ctx: Context, bias: Bias = None
     ) -> Tensor:
         """q W_UK^T meets the latents themselves, as multi-query attention of width c + r; W_UV comes after the sum."""
         up = self.w_ukv.weight.view(self.h, self.d + self.e, self.c)

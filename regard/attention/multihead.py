@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.attention.core import attend
-from regard.attention.protocol import Context, Entries, Mechanism, Seen
+from regard.attention.protocol import Bias, Context, Entries, Mechanism, Seen
 from regard.cache import CacheSpec
 from regard.config import Amount, Count, Fraction, Positive, Real, divisors, settings
 from regard.errors import UsageError
@@ -59,9 +59,7 @@ class GQA:
             raise UsageError(f"{given}; choose one of {divisors(dim)} or set attention.head_dim")
         return self.head_dim or dim // self.heads
 
-    def make(
-        self, dim: int, memory_dim: int | None = None, add: Add | None = None
-    ) -> GroupedQueryAttention:
+    def make(self, dim: int, memory_dim: int | None = None, add: Add | None = None) -> Mechanism:
         return GroupedQueryAttention(self, dim, memory_dim, add)
 
 
@@ -123,9 +121,7 @@ class GroupedQueryAttention(Mechanism):
         k = ctx.turn(self.as_heads(k, self.k_norm), self.config.rope)
         return {"k": k, "v": v.unflatten(-1, (self.g, self.e))}
 
-    def mix(
-        self, q: Tensor, kept: Entries, mask: Seen, ctx: Context, bias: Tensor | None
-    ) -> Tensor:
+    def mix(self, q: Tensor, kept: Entries, mask: Seen, ctx: Context, bias: Bias) -> Tensor:
         share = len(q) // len(kept["k"])
         if share > 1 and isinstance(mask, Visible):
             # Beams stand side by side as their source's queries.

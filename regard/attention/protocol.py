@@ -1,17 +1,15 @@
 """What a mechanism is: everything that stands in a block and looks at other tokens; and what it is told besides x.
 
-A mechanism is a frozen config and the module that it makes. The config says
-    make(dim, memory_dim, add)   the module, in a model of this width
-    heads, rope, window          as they are, or None
-and the module says what is below. `forward` is written here, once: fast forms replace `enter`, `mix` or `leave`
-(regard/fast), and models, summaries and caches ask for `cache_spec` and `flops`, whatever the mechanism is.
+A mechanism is a frozen config (`MechanismConfig`) and the module that it makes (`Mechanism`). `forward` is written
+here, once: fast forms replace `enter`, `mix` or `leave` (regard/fast), and models, summaries and caches ask for
+`cache_spec` and `flops`, whatever the mechanism is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +23,7 @@ from regard.position import Rope, rotate
 
 Entries = dict[str, Tensor]  # what tokens leave behind, by the names of `cache_spec`
 Seen = Visible | Tensor | None
+Bias = Tensor | None  # what is added to the scores (b h t s)
 
 
 @dataclass
@@ -77,7 +76,7 @@ class Context:
         mask = self.mask if window is None else self.mask & Window(window)
         return self.bound(("visible", window), k_pos, lambda: Visible(mask, self.pos, k_pos))
 
-    def bias(self, k_pos: Span) -> Tensor | None:
+    def bias(self, k_pos: Span) -> Bias:
         if self.relative is None:
             return None
         relative = self.relative
@@ -95,6 +94,28 @@ class Context:
     def watch(self) -> Probe | None:
         """The probe for this place (such as `decoder.3.self`), or None if it does not want it."""
         return None if self.probe is None else self.probe.at(self.site)
+
+
+class MechanismConfig(Protocol):
+    """What a tower asks of the config of a mechanism: a frozen dataclass under `regard.config.settings`."""
+
+    @property
+    def kind(self) -> str:
+        """Its name in files, and in the table of mechanisms."""
+
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def rope(self) -> Rope | None:
+        """The rotary positions of its queries and keys, if it has them."""
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens a query sees at most, itself among them; None: all."""
+
+    def make(self, dim: int, memory_dim: int | None = None, add: Add | None = None) -> Mechanism:
+        """The module, in a model of width `dim`; of cross-attention, to a memory of `memory_dim`."""
 
 
 class Mechanism(nn.Module):
@@ -135,13 +156,11 @@ class Mechanism(nn.Module):
         cache already holds it."""
         raise NotImplementedError
 
-    def mix(self, q: Any, kept: Entries, mask: Seen, ctx: Context, bias: Tensor | None) -> Tensor:
+    def mix(self, q: Any, kept: Entries, mask: Seen, ctx: Context, bias: Bias) -> Tensor:
         """The mechanism itself: queries meet all that was kept. (b t h e)"""
         raise NotImplementedError
 
-    def gathered(
-        self, q: Tensor, kept: Entries, mask: Seen, ctx: Context, bias: Tensor | None
-    ) -> Tensor:
+    def gathered(self, q: Tensor, kept: Entries, mask: Seen, ctx: Context, bias: Bias) -> Tensor:
         """`mix` where every query has keys of its own: the batch is of single queries."""
         return self.mix(q, kept, mask, ctx, bias)
 

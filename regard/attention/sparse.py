@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from regard.attention.core import Terms
 from regard.attention.latent import MLA
 from regard.attention.multihead import GQA
-from regard.attention.protocol import Context, Entries, Mechanism, Seen
+from regard.attention.protocol import Bias, Context, Entries, Mechanism, Seen
 from regard.cache import CacheSpec
 from regard.config import Count, Whole, settings
 from regard.errors import UsageError
 from regard.layers import Add
 from regard.mask import Visible
+from regard.position import Rope
 
 # Numbers that one chunk of queries may make, chosen for speed: what fits a processor's cache; a GPU wants more to be
 # busy.
@@ -63,16 +64,14 @@ class DSA:
         return self.attention.window
 
     @property
-    def rope(self) -> object:
+    def rope(self) -> Rope | None:
         return self.attention.rope
 
     @property
     def heads(self) -> int:
         return self.attention.heads
 
-    def make(
-        self, dim: int, memory_dim: int | None = None, add: Add | None = None
-    ) -> SparseAttention:
+    def make(self, dim: int, memory_dim: int | None = None, add: Add | None = None) -> Mechanism:
         return SparseAttention(self, dim, add)
 
 
@@ -242,7 +241,7 @@ class SparseAttention(Mechanism):
         new = {**self.attention.entries(x, ctx), "index_k": index_k}
         return (self.attention.queries(c_q, ctx), c_q, x), new
 
-    def mix(self, q: Any, kept: Entries, mask: Seen, ctx: Context, bias: Tensor | None) -> Tensor:
+    def mix(self, q: Any, kept: Entries, mask: Seen, ctx: Context, bias: Bias) -> Tensor:
         assert isinstance(mask, Visible)
         queries, c_q, x = q
         if self.dense(mask.k.size):
@@ -261,7 +260,7 @@ class SparseAttention(Mechanism):
 
     def sparse(
         self, x: Tensor, q: Tensor, index_q: Tensor, kept: Entries,
-        mask: Visible, ctx: Context, bias: Tensor | None
+        mask: Visible, ctx: Context, bias: Bias
     ) -> Tensor:  # fmt: skip
         """Chunk by chunk of queries: score all keys, choose k, gather them, attend to them: (b t h e). Of few keys
         none is gathered; those that were not chosen are hidden."""

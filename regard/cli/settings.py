@@ -9,13 +9,12 @@ import functools
 import inspect
 import re
 import textwrap
-import types
 import typing
 from collections.abc import Callable, Iterator
 from itertools import takewhile
 from typing import Annotated, Any
 
-from regard.config import Range, to_dict
+from regard.config import Range, alternatives, to_dict
 from regard.data.train_tokenizer import Recipe
 from regard.see.format import aligned
 from regard.train.config import Config, _written
@@ -100,14 +99,14 @@ def meaning(cls: type, field: dataclasses.Field, hint: Any) -> str:
 
 def kind(hint: Any, named: Named = lambda cls: "table") -> str:
     """A type in words; a dataclass as `named` has it."""
+    every = alternatives(hint)
+    if every != [hint]:
+        return " or ".join(dict.fromkeys(kind(each, named) for each in every))
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         limits = next((x for x in hint.__metadata__ if isinstance(x, Range)), None)
         said = kind(args[0], named)
         return f"{said}, {limits}" if limits and limits.low > float("-inf") else said
-    if origin in (typing.Union, types.UnionType):
-        words = [kind(each, named) for each in args]
-        return " or ".join(dict.fromkeys(words))
     if origin is typing.Literal:
         return ", ".join(map(str, args))
     if origin is tuple:

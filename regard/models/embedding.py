@@ -10,7 +10,7 @@ from regard.config import Count, Fraction, Whole, settings
 from regard.errors import UsageError
 from regard.layers import Norm
 from regard.mask import Span
-from regard.position import Learned, PositionVectors, Sinusoidal
+from regard.position import Positions
 
 
 @settings
@@ -19,7 +19,7 @@ class Tokens:
     and a linear layer makes them as wide as the tower (ALBERT)."""
 
     vocab: Count  # rows of the table
-    position: Learned | Sinusoidal | None = None  # what is added for the place
+    position: Positions | None = None  # what is added for the place
     types: Whole = 0  # segment types (BERT: 2)
     scaled: bool = False  # times sqrt(dim)
     norm: Norm | None = None  # of the sum
@@ -47,7 +47,7 @@ class TokenEmbedding(nn.Module):
         dim = c.width or dim
         self.weight = nn.Parameter(torch.empty(c.vocab, dim))
         nn.init.normal_(self.weight, std=dim**-0.5 if c.scaled else 0.02)  # scaled: 1 in the sum
-        self.position = PositionVectors(c.position, dim) if c.position else None
+        self.position = c.position.make(dim) if c.position else None
         self.types = nn.Parameter(torch.empty(c.types, dim).normal_(std=0.02)) if c.types else None
         self.norm = c.norm.make(dim) if c.norm else None
         self.dropout = nn.Dropout(c.dropout)

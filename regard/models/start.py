@@ -13,7 +13,7 @@ from regard.config import Amount, settings
 from regard.layers import LabelHead, LMHead, RMSNorm
 from regard.models.embedding import PatchEmbedding, TokenEmbedding
 from regard.moe import MixtureOfExperts
-from regard.position import Learned, PositionVectors
+from regard.position import Learned, PositionVectors, RelativeBias
 
 
 @settings
@@ -55,9 +55,9 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
         elif isinstance(part, LMHead) and part.weight is not None:
             wide = start.scheme == "uniform"
             nn.init.normal_(part.weight, std=part.weight.shape[1] ** -0.5 if wide else start.std)
-        elif isinstance(part, Stack) and part.relative is not None:
+        elif isinstance(part, Stack) and isinstance(part.relative, RelativeBias):
+            inputs = part.config.dim if start.scheme == "t5" else 1
             for weight in part.relative.parameters():
-                inputs = part.config.dim if start.scheme == "t5" else 1
                 nn.init.normal_(weight, std=start.std / inputs**0.5)
         if isinstance(part, (nn.Linear, nn.Conv2d, nn.LayerNorm)) and part.bias is not None:
             nn.init.zeros_(part.bias)

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.attention import DSA, MLA, DeltaRule
-from regard.block import Attention, Tower
+from regard.attention import DSA, GQA, MLA, Attention, DeltaRule
+from regard.block import Tower
 from regard.data.read import Pictures
 from regard.decode.generate import GREEDY, default_length, generate, special_of
 from regard.decode.settings import Result
@@ -308,10 +308,10 @@ def _kind(attention: Attention) -> str:
             return f"mla, latent of {attention.latent}"
         case DeltaRule():
             return "delta rule, a state that weighs no tokens"
-    groups = attention.kv_heads or attention.heads
-    if groups == attention.heads:
-        return "mha"
-    return "mqa" if groups == 1 else f"gqa, {groups} key heads"
+        case GQA(groups=groups, heads=heads):
+            names = {1: "mqa", heads: "mha"}
+            return names.get(groups, f"gqa, {groups} key heads")
+    return attention.kind
 
 
 # --- the views ------------------------------------------------------------------------------------

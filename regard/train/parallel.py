@@ -460,7 +460,8 @@ def check(model: nn.Module, degree: int) -> None:
         raise UsageError(
             f"train.parallel.mode = tensor cannot split this model: {why[0]}; choose ddp or fsdp"
         )
-    counts = {n for a in grouped for n in (a.h, a.g)} | {b.ffn.config.ffn_dim for b in blocks}
+    feeds = [block.ffn for block in blocks if isinstance(block.ffn, FeedForward)]
+    counts = {n for a in grouped for n in (a.h, a.g)} | {ffn.config.ffn_dim for ffn in feeds}
     if any(n % degree for n in counts):
         fit = divisors(math.gcd(*counts))
         raise UsageError(

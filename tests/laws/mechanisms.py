@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from regard.attention import DSA, GQA, MLA, Context, DeltaRule
-from regard.block import Attention, Tower
+from regard.attention import DSA, GQA, MLA, Attention, Context, DeltaRule
+from regard.block import Tower
 from regard.layers import LM, MLP, Norm
 from regard.mask import Causal, Mask, Span
 from regard.models import Tokens, Transformer, TransformerConfig

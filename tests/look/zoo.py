@@ -124,7 +124,7 @@ def words(draw: random.Random) -> Tokens:
 
 def tower(draw: random.Random, attention: Any, **more: Any) -> Tower:
     norm = Norm(draw.choice((1e-5, 1e-6, 1e-12)), draw.random() < 0.5)
-    order = draw.choice(ORDERS if "cross" not in more else ORDERS[:-1])
+    order = draw.choice([n for n, o in ORDERS.items() if not (o.parallel and "cross" in more)])
     relative = None
     inner = attention.attention if isinstance(attention, DSA) else attention
     if draw.random() < 0.2:
