@@ -125,7 +125,7 @@ class Tower:
             given = f"relative.heads={self.relative.heads}"
             raise UsageError(f"{given}, but attention has {sorted(heads)} heads")
 
-    def each(self, name: str) -> tuple:
+    def each(self, name: str) -> tuple[Any, ...]:
         """The config of `name` ("attention" or "ffn") for every layer."""
         value = getattr(self, name)
         return value if isinstance(value, tuple) else (value,) * self.layers
@@ -203,7 +203,7 @@ class Stack(nn.Module):
         return [getattr(block, part).cache_spec() for block in self.blocks]
 
     def forward(
-        self, x: Tensor, ctx: Context, cross: Context | None = None, caches: tuple = (None, None)
+        self, x: Tensor, ctx: Context, cross: Context | None = None, caches: tuple[Any, Any] = (None, None)
     ) -> Tensor:
         """`caches`: of self-attention and of cross-attention; each block gets its layer of them."""
         self_cache, cross_cache = caches
