@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.attention import DSA, GQA, MLA, Attention, DeltaRule
+from regard.attention import DSA, GQA, MLA, DeltaRule
 from regard.block import Tower
 from regard.data.read import Pictures
 from regard.decode.generate import GREEDY, default_length, generate, special_of
@@ -300,18 +300,19 @@ def mechanisms(config: Any) -> dict[str, str]:
     return names | {"self": names.get("tower", ""), "cross": _kind(cross) if cross else ""}
 
 
-def _kind(attention: Attention) -> str:
-    match attention:
-        case DSA():
-            return f"{_kind(attention.attention)}; dsa chooses {attention.topk} keys"
-        case MLA():
-            return f"mla, latent of {attention.latent}"
-        case DeltaRule():
-            return "delta rule, a state that weighs no tokens"
-        case GQA(groups=groups, heads=heads):
-            names = {1: "mqa", heads: "mha"}
-            return names.get(groups, f"gqa, {groups} key heads")
-    return attention.kind
+# What a view says of a mechanism, where the name of its kind says too little.
+SAID: dict[type, Callable[[Any], str]] = {
+    GQA: lambda a: {1: "mqa", a.heads: "mha"}.get(a.groups, f"gqa, {a.groups} key heads"),
+    MLA: lambda a: f"mla, latent of {a.latent}",
+    DSA: lambda a: f"{_kind(a.attention)}; dsa chooses {a.topk} keys",
+    DeltaRule: lambda a: "delta rule, a state that weighs no tokens",
+}
+
+
+def _kind(attention: Any) -> str:
+    """That of a mechanism without a row is its `kind`, or its class."""
+    said = SAID.get(type(attention))
+    return said(attention) if said else str(getattr(attention, "kind", type(attention).__name__))
 
 
 # --- the views ------------------------------------------------------------------------------------

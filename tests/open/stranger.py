@@ -17,6 +17,7 @@ import regard
 from regard.parity import parity, sample
 
 ROOT = Path(__file__).resolve().parents[2]
+RUNNERS = ("torch", "native")
 PROMPTS = [[5, 9, 2, 7], [3, 3, 8, 1, 4, 6, 2, 9, 9], [11]]
 SIZES = dict(preset="llama", layers=2, dim=32, heads=4, kv_heads=2, ffn_dim=48, max_len=64)
 
@@ -104,12 +105,14 @@ def stands(folder: Path, **model: Any) -> Any:
 
 def decodes(model: Any, count: int = 12) -> None:
     """The engine writes, to rows of several lengths at once, what whole forward passes do."""
+    want = [greedy(model, prompt, count) for prompt in PROMPTS]
     settings = regard.Settings(max_new_tokens=count, eos=())
-    engine = regard.Engine(model, runner="torch")
-    numbers = [engine.submit(regard.Request(prompt, settings)) for prompt in PROMPTS]
-    done = {event.request: event.done for event in engine.run() if event.done is not None}
-    answers = [done[number][0].ids for number in numbers]
-    assert answers == [greedy(model, prompt, count) for prompt in PROMPTS]
+    for runner in RUNNERS:
+        prepared = regard.prepare(model) if runner == "native" else model
+        engine = regard.Engine(prepared, runner="graph" if runner == "graph" else "torch")
+        numbers = [engine.submit(regard.Request(prompt, settings)) for prompt in PROMPTS]
+        done = {event.request: event.done for event in engine.run() if event.done is not None}
+        assert [done[number][0].ids for number in numbers] == want, runner
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from regard.attention.core import Terms
 from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.protocol import Context
-from regard.block import Stack
+from regard.block import ORDERS, Block, Stack, after, before
 from regard.cache import Paged
 from regard.cache.base import Layer
 from regard.fast.cpu.join import (
@@ -79,6 +79,9 @@ class Native(Join):
 
 def _recorded(block: Any) -> bool:
     """Whether a step of a block is C calls alone, each on what another gave."""
+    # What another order makes of the stream would be that of the first step in all that are played.
+    if type(block).around is not Block.around or ORDERS[block.order].around not in (before, after):
+        return False
     for part in filter(None, (block.attention, block.cross)):
         if not isinstance(part, _Native) or not part.bare or part.q_norm or part.wg:
             return False
