@@ -203,7 +203,11 @@ class Stack(nn.Module):
         return [getattr(block, part).cache_spec() for block in self.blocks]
 
     def forward(
-        self, x: Tensor, ctx: Context, cross: Context | None = None, caches: tuple[Any, Any] = (None, None)
+        self,
+        x: Tensor,
+        ctx: Context,
+        cross: Context | None = None,
+        caches: tuple[Any, Any] = (None, None),
     ) -> Tensor:
         """`caches`: of self-attention and of cross-attention; each block gets its layer of them."""
         self_cache, cross_cache = caches

@@ -21,8 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from regard.checkpoint import hf
-from regard.checkpoint.rules import Family, Step
+from regard.checkpoint.rules import Family
 from regard.checkpoint.store import check_converted, header, replacing, write_carried, write_json
+from regard.checkpoint.tensors import Step
 from regard.config import from_dict, to_dict
 from regard.errors import UsageError, nearest, notice
 from regard.files import read_files, read_json, resolve_model

@@ -35,8 +35,9 @@ from typing import Any
 
 from regard.attention import DSA, GQA, MLA, DeltaRule
 from regard.block import Tower
-from regard.checkpoint import rules
-from regard.checkpoint.rules import ACTIVATIONS, Data, Family, Group, Key, Keys, To, Weights, fixed
+from regard.checkpoint import rules, tensors
+from regard.checkpoint.rules import ACTIVATIONS, Data, Family, Group, Key, Keys, fixed
+from regard.checkpoint.tensors import To, Weights
 from regard.layers import LM, MLM, MLP, Answer, Classify, Norm, Tag
 from regard.models import EncoderDecoderConfig, Patches, Tokens, TransformerConfig
 from regard.models.start import Start
@@ -96,7 +97,7 @@ ATTENTION = {
 GATED = {"mlp.{gate,up,down}_proj.*": "ffn.{gate,up,down}.*"}
 EXPERTS = {
     "mlp.gate.weight": "ffn.router.weight",
-    "mlp.experts.{e}.{gate,up,down}_proj.weight": To("ffn.{gate,up,down}", rules.STACKED),
+    "mlp.experts.{e}.{gate,up,down}_proj.weight": To("ffn.{gate,up,down}", tensors.STACKED),
 }
 SCORE = {"score.*": "head.out.*"}
 HEAD_TENSORS = {"lm": {"lm_head.weight": "head.weight"}, "classify": SCORE, "tag": SCORE}
@@ -137,9 +138,9 @@ GPT2 = Family(
         "ln_f.*": "tower.norm.*",
         "h.{i}.": {
             "ln_{1,2}.*": "norm{1,3}.*",
-            "attn.c_attn.*": To("attention.w{q,k,v}.*", rules.transposed(rules.JOINED)),
-            "attn.c_proj.*": To("attention.wo.*", rules.TRANSPOSED),
-            "mlp.{c_fc,c_proj}.*": To("ffn.{up,down}.*", rules.TRANSPOSED),
+            "attn.c_attn.*": To("attention.w{q,k,v}.*", tensors.transposed(tensors.JOINED)),
+            "attn.c_proj.*": To("attention.wo.*", tensors.TRANSPOSED),
+            "mlp.{c_fc,c_proj}.*": To("ffn.{up,down}.*", tensors.TRANSPOSED),
         },
     },
     head_tensors={**HEAD_TENSORS, "tag": {"classifier.*": "head.out.*"}},
@@ -170,7 +171,7 @@ GPT_NEOX = Family(
         "embed_in.weight": "embedding.weight", "final_layer_norm.*": "tower.norm.*",
         "layers.{i}.": {
             "{input,post_attention}_layernorm.*": "norm{1,3}.*",
-            "attention.query_key_value.*": To("attention.w{q,k,v}.*", rules.by_head("gqa", "heads")),
+            "attention.query_key_value.*": To("attention.w{q,k,v}.*", tensors.by_head("gqa", "heads")),
             "attention.dense.*": "attention.wo.*", "mlp.dense_{h_to_4h,4h_to_h}.*": "ffn.{up,down}.*",
         },
     },
@@ -252,7 +253,7 @@ MIXTRAL = llama_like(
     aliases=dict(num_experts="num_local_experts"),
     layer={
         **NORMS, **ATTENTION, "block_sparse_moe.gate.weight": "ffn.router.weight",
-        "block_sparse_moe.experts.{e}.{w1,w2,w3}.weight": To("ffn.{gate,down,up}", rules.STACKED),
+        "block_sparse_moe.experts.{e}.{w1,w2,w3}.weight": To("ffn.{gate,down,up}", tensors.STACKED),
     },
     presets={"mixtral-8x7b": sizes(32000, 4096, 32, 32, 14336, 32768)},
 )  # fmt: skip
@@ -288,8 +289,8 @@ PHI3 = llama_like(
     # transformers' Phi-3 drops nothing of its embedding.
     inert="embd_pdrop",
     layer={
-        **NORMS, "self_attn.qkv_proj.*": To("attention.w{q,k,v}.*", rules.JOINED),
-        "self_attn.o_proj.*": "attention.wo.*", "mlp.gate_up_proj.*": To("ffn.{gate,up}.*", rules.JOINED),
+        **NORMS, "self_attn.qkv_proj.*": To("attention.w{q,k,v}.*", tensors.JOINED),
+        "self_attn.o_proj.*": "attention.wo.*", "mlp.gate_up_proj.*": To("ffn.{gate,up}.*", tensors.JOINED),
         "mlp.down_proj.*": "ffn.down.*",
     },
     presets={"phi-3-mini": sizes(32064, 3072, 32, 32, 8192, 4096, sliding_window=2047)},
@@ -376,9 +377,9 @@ GPT_OSS = llama_like(
     aliases=dict(num_experts="num_local_experts"),
     layer={
         **NORMS, **ATTENTION, "self_attn.sinks": "attention.sinks", "mlp.router.*": "ffn.router.*",
-        "mlp.experts.gate_up_proj": To("ffn.{gate,up}", rules.transposed(rules.BY_TURNS)),
-        "mlp.experts.gate_up_proj_bias": To("ffn.{gate,up}_bias", rules.BY_TURNS),
-        "mlp.experts.down_proj": To("ffn.down", rules.TRANSPOSED),
+        "mlp.experts.gate_up_proj": To("ffn.{gate,up}", tensors.transposed(tensors.BY_TURNS)),
+        "mlp.experts.gate_up_proj_bias": To("ffn.{gate,up}_bias", tensors.BY_TURNS),
+        "mlp.experts.down_proj": To("ffn.down", tensors.TRANSPOSED),
         "mlp.experts.down_proj_bias": "ffn.down_bias",
     },
     presets={"gpt-oss-20b": sizes(201088, 2880, 24, 64, 2880, 131072, num_local_experts=32)},
@@ -506,7 +507,7 @@ def _write_sparse(kinds: list[str], _: Any, theirs: Data, said: bool) -> None:
 
 # What the layers of attention have, and the others have not.
 _GATE = "attention.wg.weight"
-_BY_KEY_HEAD = rules.by_head("delta", "key_heads")
+_BY_KEY_HEAD = tensors.by_head("delta", "key_heads")
 QWEN3_NEXT = llama_like(
     "qwen3_next", decoder_heads("Qwen3Next"),
     (replace(_GEMMA, rope=Rope(partial=0.25), scale=None, gated=True), DeltaRule(1, 1, 1, 1)),
@@ -543,12 +544,12 @@ QWEN3_NEXT = llama_like(
     inert="output_router_logits router_aux_loss_coef",
     layer={
         **NORMS, **GATED, **EXPERTS,
-        "self_attn.q_proj.*": To("attention.w{q,g}.*", rules.by_head("gqa", "heads"), needs=_GATE),
+        "self_attn.q_proj.*": To("attention.w{q,g}.*", tensors.by_head("gqa", "heads"), needs=_GATE),
         "self_attn.{k,v,o}_proj.*": To("attention.w{k,v,o}.*", needs=_GATE),
         "self_attn.{q,k}_norm.weight": "attention.{q,k}_norm.weight",
         "linear_attn.in_proj_qkvz.weight": To("attention.w{q,k,v,z}.weight", _BY_KEY_HEAD, unless=_GATE),
         "linear_attn.in_proj_ba.weight": To("attention.w{b,a}.weight", _BY_KEY_HEAD),
-        "linear_attn.conv1d.weight": To("attention.taps", rules.TAPS),
+        "linear_attn.conv1d.weight": To("attention.taps", tensors.TAPS),
         "linear_attn.{A_log,dt_bias,norm.weight}": "attention.{a_log,dt_bias,norm.weight}",
         "linear_attn.out_proj.weight": To("attention.wo.weight", unless=_GATE),
         "mlp.shared_expert.{gate,up,down}_proj.weight": "ffn.shared.{gate,up,down}.weight",
@@ -828,8 +829,8 @@ MODERNBERT = Family(
         "embeddings.tok_embeddings.weight": "embedding.weight",
         "embeddings.norm.*": "embedding.norm.*", "final_norm.*": "tower.norm.*",
         "layers.{i}.": {
-            "{attn,mlp}_norm.*": "norm{1,3}.*", "attn.Wqkv.*": To("attention.w{q,k,v}.*", rules.JOINED),
-            "attn.Wo.*": "attention.wo.*", "mlp.Wi.*": To("ffn.{gate,up}.*", rules.JOINED),
+            "{attn,mlp}_norm.*": "norm{1,3}.*", "attn.Wqkv.*": To("attention.w{q,k,v}.*", tensors.JOINED),
+            "attn.Wo.*": "attention.wo.*", "mlp.Wi.*": To("ffn.{gate,up}.*", tensors.JOINED),
             "mlp.Wo.*": "ffn.down.*",
         },
     },
@@ -844,9 +845,9 @@ MODERNBERT = Family(
 
 
 _IMAGE_TENSORS: Weights = {
-    "embeddings.cls_token": To("embedding.extra", rules.TOKENS),
+    "embeddings.cls_token": To("embedding.extra", tensors.TOKENS),
     "embeddings.patch_embeddings.projection.*": "embedding.project.*",
-    "embeddings.position_embeddings": To("embedding.position", rules.ROW),
+    "embeddings.position_embeddings": To("embedding.position", tensors.ROW),
     "layernorm.*": "tower.norm.*", "pooler.dense.*": "pooler.*",
     "encoder.layer.{i}.": {
         "attention.attention.{query,key,value}.*": "attention.w{q,k,v}.*",
@@ -937,7 +938,7 @@ def _t5_tower(tower: str, last: int) -> Weights:
     }  # fmt: skip
     bias = f"{tower}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     return {
-        **rules.under(f"{tower}.block.{{i}}.layer.", f"{tower}.blocks.{{i}}.", rows),
+        **tensors.under(f"{tower}.block.{{i}}.layer.", f"{tower}.blocks.{{i}}.", rows),
         bias: f"{tower}.relative.weight", f"{tower}.final_layer_norm.weight": f"{tower}.norm.weight",
     }  # fmt: skip
 
@@ -1076,7 +1077,7 @@ def _bart_tower(tower: str, side: str) -> Weights:
         "{self_attn,encoder_attn,final}_layer_norm.*": "norm{1,2,3}.*", "fc{1,2}.*": "ffn.{up,down}.*",
     }  # fmt: skip
     return {
-        **rules.under(f"{tower}.layers.{{i}}.", f"{tower}.blocks.{{i}}.", rows),
+        **tensors.under(f"{tower}.layers.{{i}}.", f"{tower}.blocks.{{i}}.", rows),
         f"{tower}.embed_positions.weight": f"{side}.position.weight",
         f"{tower}.layernorm_embedding.*": f"{side}.norm.*",
     }
@@ -1102,7 +1103,7 @@ BART = Family(
         num_hidden_layers="encoder_layers",
     ),
     tensors={**_FRAME, **_bart_tower("encoder", "source"), **_bart_tower("decoder", "target")},
-    head_tensors={"lm": {"lm_head.weight": "head.weight", "final_logits_bias": To("head.bias", rules.ROW)}},
+    head_tensors={"lm": {"lm_head.weight": "head.weight", "final_logits_bias": To("head.bias", tensors.ROW)}},
     apart=True, derived=(r"model\.(encoder|decoder)\.version",), carried=(r"model\.shared\.weight",),
     presets={
         "bart-base": _bart_sizes(50265, 768, 6, 12, 3072, 1024),

@@ -30,7 +30,8 @@ from torch import Tensor
 
 from regard.checkpoint import hf, store
 from regard.checkpoint.families import FAMILIES
-from regard.checkpoint.rules import Data, written_out
+from regard.checkpoint.rules import Data
+from regard.checkpoint.tensors import written_out
 from regard.errors import UsageError
 from regard.position import Llama3, Rope
 

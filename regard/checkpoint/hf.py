@@ -23,18 +23,9 @@ from torch.overrides import TorchFunctionMode
 from regard.checkpoint import store
 from regard.checkpoint.blame import Looked, blaming, naming, said
 from regard.checkpoint.families import FAMILIES, INERT
-from regard.checkpoint.rules import (
-    SAME,
-    Data,
-    Family,
-    Step,
-    check_kinds,
-    get,
-    put,
-    steps,
-    wrong,
-)
+from regard.checkpoint.rules import Data, Family, check_kinds, get, put, wrong
 from regard.checkpoint.store import Source
+from regard.checkpoint.tensors import SAME, Step, steps
 from regard.config import from_dict, to_dict
 from regard.errors import UsageError, nearest, notice
 from regard.files import TOKENIZER_FILES, model_folder, read_files, read_json

@@ -10,8 +10,9 @@ from torch import Size, Tensor
 
 from regard.attention import GQA
 from regard.block import Tower
-from regard.checkpoint import rules
-from regard.checkpoint.rules import Group, Key, To
+from regard.checkpoint import rules, tensors
+from regard.checkpoint.rules import Group, Key
+from regard.checkpoint.tensors import To
 from regard.errors import UsageError
 from regard.layers import MLP
 
@@ -23,11 +24,11 @@ WORDS = {"relu": 1, "gelu": 2, "gelu_new": 2}
 
 
 def test_choices_are_written_out_each_for_itself() -> None:
-    assert rules.choices("a") == ["a"]
-    assert rules.choices("a.{b,c}") == ["a.b", "a.c"]
-    assert rules.choices("{a,b}.{a,b}") == ["a.a", "a.b", "b.a", "b.b"]
+    assert tensors.choices("a") == ["a"]
+    assert tensors.choices("a.{b,c}") == ["a.b", "a.c"]
+    assert tensors.choices("{a,b}.{a,b}") == ["a.a", "a.b", "b.a", "b.b"]
     # One name in braces is a number to come, not a choice.
-    assert rules.choices("{i}.{q,k}") == ["{i}.q", "{i}.k"]
+    assert tensors.choices("{i}.{q,k}") == ["{i}.q", "{i}.k"]
 
 
 def test_places_of_lists_are_those_of_all_items_or_of_one() -> None:
@@ -406,30 +407,30 @@ def rows(*sizes: int) -> list[Tensor]:
 @pytest.mark.parametrize(
     "op, ours, shapes",
     [
-        (rules.SAME, rows(3), [(3, 6)]),
-        (rules.TRANSPOSED, [*rows(3), torch.randn(4)], [(6, 3), (4,)]),
-        (rules.JOINED, rows(3, 1, 2), [(6, 6)]),
-        (rules.transposed(rules.JOINED), rows(3, 1, 2), [(6, 6)]),
-        (rules.STACKED, [torch.randn(4, 3, 2)], [(3, 2)] * 4),
-        (rules.BY_TURNS, [torch.randn(2, 3, 5), torch.randn(2, 3, 5)], [(2, 6, 5)]),
-        (rules.ROW, rows(3), [(1, 3, 6)]),
-        (rules.TOKENS, rows(2), [(1, 1, 6)] * 2),
-        (rules.TAPS, rows(4), [(4, 1, 6)]),
-        (rules.by_head("gqa", "heads"), rows(8, 4), [(12, 6)]),
+        (tensors.SAME, rows(3), [(3, 6)]),
+        (tensors.TRANSPOSED, [*rows(3), torch.randn(4)], [(6, 3), (4,)]),
+        (tensors.JOINED, rows(3, 1, 2), [(6, 6)]),
+        (tensors.transposed(tensors.JOINED), rows(3, 1, 2), [(6, 6)]),
+        (tensors.STACKED, [torch.randn(4, 3, 2)], [(3, 2)] * 4),
+        (tensors.BY_TURNS, [torch.randn(2, 3, 5), torch.randn(2, 3, 5)], [(2, 6, 5)]),
+        (tensors.ROW, rows(3), [(1, 3, 6)]),
+        (tensors.TOKENS, rows(2), [(1, 1, 6)] * 2),
+        (tensors.TAPS, rows(4), [(4, 1, 6)]),
+        (tensors.by_head("gqa", "heads"), rows(8, 4), [(12, 6)]),
     ],
 )
-def test_operations_run_both_ways(op: rules.Op, ours: list[Tensor], shapes: list[Any]) -> None:
+def test_operations_run_both_ways(op: tensors.Op, ours: list[Tensor], shapes: list[Any]) -> None:
     theirs = op.save(ours, len(shapes), Config)
     assert [tuple(x.shape) for x in theirs] == shapes
     back = op.load(theirs, [x.shape for x in ours], Config)
     assert len(back) == len(ours) and all(map(torch.equal, back, ours))
-    step = rules.Step(["t"] * len(shapes), ["o"] * len(ours), [x.shape for x in ours], op, Config)
+    step = tensors.Step(["t"] * len(shapes), ["o"] * len(ours), [x.shape for x in ours], op, Config)
     assert step.their_shapes() == shapes
 
 
 def test_rows_of_a_head_lie_together() -> None:
     a, b = torch.arange(8.0)[:, None], 10 + torch.arange(4.0)[:, None]
-    (joined,) = rules.by_head("gqa", "heads").save([a, b], 1, Config)
+    (joined,) = tensors.by_head("gqa", "heads").save([a, b], 1, Config)
     assert joined[:, 0].tolist() == [0, 1, 10, 2, 3, 11, 4, 5, 12, 6, 7, 13]
 
 
@@ -440,7 +441,7 @@ def test_tables_are_written_out() -> None:
         "qkv.*": "w{q,k,v}.*",
         "h.{i}.": {"up": To("ffn.up", needs="ffn.gate", unless="ffn.x"), "{w,b}": "{weight,bias}"},
     }
-    found = {key: (to.ours, to.needs, to.unless) for key, to in rules.written_out(table).items()}
+    found = {key: (to.ours, to.needs, to.unless) for key, to in tensors.written_out(table).items()}
     assert found == {
         "wte": ("embedding.weight", "", ""),
         "ln_a.*": ("norm_c.*", "", ""),
@@ -465,11 +466,11 @@ def test_steps_are_rows_for_the_layers_that_a_model_has() -> None:
         "y": To("embed", needs="nowhere"),
         "z": To("embed", unless="embed"),
         "none": To("nowhere"),
-        "e.{i}.{e}": To("tower.blocks.{i}.e", rules.STACKED),
+        "e.{i}.{e}": To("tower.blocks.{i}.e", tensors.STACKED),
     }
 
     def named(inner: int) -> list[tuple[list[str], list[str]]]:
-        return [(step.theirs, step.ours) for step in rules.steps(table, shapes, None, inner)]
+        return [(step.theirs, step.ours) for step in tensors.steps(table, shapes, None, inner)]
 
     rest = [(["x"], ["embed"])]
     assert named(1) == [

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import regard
-from regard.checkpoint import rules
+from regard.checkpoint import rules, tensors
 from regard.checkpoint.families import (
     ACTIVATIONS,
     FAMILIES,
@@ -21,7 +21,8 @@ from regard.checkpoint.families import (
     llama_like,
     sizes,
 )
-from regard.checkpoint.rules import Key, To
+from regard.checkpoint.rules import Key
+from regard.checkpoint.tensors import To
 from regard.presets import PRESETS, presets_of
 from tests.open.stranger import added, decodes, home, promised
 
@@ -34,7 +35,7 @@ CAT = llama_like(
     inert="fur",
     layer={
         "purr.{before,after}.weight": "norm{1,3}.weight",
-        "paw.qkv.*": To("attention.w{q,k,v}.*", rules.JOINED), "paw.out.*": "attention.wo.*",
+        "paw.qkv.*": To("attention.w{q,k,v}.*", tensors.JOINED), "paw.out.*": "attention.wo.*",
         "paw.{q,k}_norm.weight": "attention.{q,k}_norm.weight", **GATED,
     },
     presets={"cat-tiny": sizes(60, 32, 2, 4, 48, 64, depth=2, num_key_value_heads=2)},
