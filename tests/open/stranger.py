@@ -17,7 +17,7 @@ import regard
 from regard.parity import parity, sample
 
 ROOT = Path(__file__).resolve().parents[2]
-RUNNERS = ("torch", "native")
+RUNNERS = ("torch", "native", "graph")
 PROMPTS = [[5, 9, 2, 7], [3, 3, 8, 1, 4, 6, 2, 9, 9], [11]]
 SIZES = dict(preset="llama", layers=2, dim=32, heads=4, kv_heads=2, ffn_dim=48, max_len=64)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import regard
-from regard.block import ORDERS, Order
+from regard.block import ORDERS, Order, after
 from regard.mask import Span
 from tests.open.stranger import added, decodes, home, promised, stands, tiny
 
@@ -32,6 +32,9 @@ ADDED = {
     "damped": Order(damped),
     "damped inner": Order(damped, outer=False, added=True),
     "damped parallel": Order(damped, parallel=True),
+    # Ours in another company.
+    "both norms after": Order(after, added=True),
+    "added parallel": Order(added=True, parallel=True),
 }
 
 

@@ -50,7 +50,7 @@ class Root(Scaling):
 
 @settings
 class Log:
-    """-log(1 + |i - j|) for every head alike."""
+    """-log(1 + |i - j|), and more for the first token: no function of the distance alone."""
 
     heads: Count
     kind: str = "log"
@@ -66,7 +66,8 @@ class LogBias(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
         far = (q[:, :, None] - k[:, None]).abs().to(self.gain.dtype)
-        return -self.gain[:, None, None] * torch.log1p(far)[:, None]
+        first = (k == 0).to(self.gain.dtype)[:, None, None]
+        return first - self.gain[:, None, None] * torch.log1p(far)[:, None]
 
 
 PARITY, ROOT, LOG = {"kind": "parity", "max_len": 64}, {"kind": "root"}, {"kind": "log", "heads": 4}

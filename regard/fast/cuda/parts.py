@@ -20,7 +20,7 @@ from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.protocol import Context, Mechanism
 from regard.attention.sparse import Indexer, SparseAttention, to_fp8
-from regard.block import Block, Stack
+from regard.block import ORDERS, Block, Stack, after, before
 from regard.fast.cuda.generic import GenericBlock, GenericMechanism, GenericPart
 from regard.fast.cuda.pages import Pages
 from regard.fast.cuda.residual import LeftNorm, Product, Stream, added, rms, tensor, vocabulary
@@ -39,6 +39,7 @@ from regard.mask import Span
 from regard.models import Model
 from regard.models.adapt import Int4Linear, LowRank
 from regard.moe import MixtureOfExperts
+from regard.position import RelativeBias
 
 SCORES = 2**25  # index scores of a prompt that are made at once
 
@@ -72,16 +73,15 @@ def inner(attention: Any) -> Any:
     return attention.attention if attention.kind == "dsa" else attention
 
 
-# Orders of a block that leave sums and norms to who reads them; any other runs over tensors.
-STREAMED = ("pre", "post", "sandwich", "inner", "parallel")
-
-
 class Cuda(Specialise):
-    """`biased`: whether attention has a bias on positions."""
+    """`relative`: the bias on positions that attention has."""
 
-    def __init__(self, kernels: bool, biased: bool):
+    def __init__(self, kernels: bool, relative: nn.Module | None):
         super().__init__()
-        self.kernels, self.biased = kernels, biased
+        self.kernels, self.biased = kernels, relative is not None
+        # Ours are by distance alone.
+        ours = relative is None or type(relative) is RelativeBias
+        self.no_distance = "" if ours else f"it has a {type(relative).__name__}"
 
     def kind(self, kind: Any) -> Any:
         return direct(kind)
@@ -119,11 +119,13 @@ class Cuda(Specialise):
         return f"it has a {type(others[0]).__name__}" if others else ""
 
     def block(self, m: Block) -> nn.Module:
-        if m.order not in STREAMED or not m.residual:
+        # These leave sums and norms to who reads them; any other order runs over tensors.
+        around = ORDERS[m.order].around
+        if around not in (before, after) or not m.residual:
             why = f"its order is {m.order}" if m.residual else "it has no residual"
             return self.over_tensors(m, why)
         names = ("norm1", "norm3") if m.cross is None else ("norm1", "norm2", "norm3")
-        parts: dict[str, Any] = {n: LeftNorm(getattr(m, n), m.order == "post") for n in names}
+        parts: dict[str, Any] = {n: LeftNorm(getattr(m, n), around is after) for n in names}
         if m.cross is not None:
             parts["cross"] = self.cross(m.cross)
         return self.copy(m, ffn=self.feeding(m.ffn), **parts)
@@ -147,7 +149,7 @@ class Cuda(Specialise):
         return new
 
     def attention(self, m: Any) -> nn.Module:
-        if why := self.unlike(m.wq, m.wk, m.wv, m.wo, m.wg):
+        if why := self.unlike(m.wq, m.wk, m.wv, m.wo, m.wg) or self.no_distance:
             return self.generic(m, why)
         new, c = self.copy(m, SlotAttention), m.config
         gate = [] if m.wg is None else [m.wg]
@@ -246,8 +248,7 @@ class Cuda(Specialise):
 def decoder(model: Model, kernels: bool = True) -> Any:
     """The model out of these parts. It shares the model's weights, but for MLA's, which are laid out anew by head."""
     plain: Any = model
-    biased = getattr(plain, plain.writer).config.relative is not None
-    maker, head = Cuda(kernels, biased), plain.head
+    maker, head = Cuda(kernels, getattr(plain, plain.writer).relative), plain.head
     weight = getattr(plain, plain.words).weight
     parts = {"head": maker.copy(head, SlotHead)}
     if plain.reads_source:
