@@ -142,6 +142,7 @@ valid = "{data}/fashion/t10k-images-idx3-ubyte.gz"
 valid-target = "{data}/fashion/t10k-labels-idx1-ubyte.gz"
 rows = 512
 shift = 2
+paste = 0.5
 flip = true
 [model]
 preset = "vit-small"

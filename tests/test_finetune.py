@@ -186,7 +186,7 @@ VALUES: dict[str, Any] = {
 }
 # Settings that belong to others, or to another kind of data.
 OTHERS = "model tokenizer noise prefer data.train data.weights data.target data.valid_target data.columns data.header"
-OTHERS += " data.size data.flip data.shift data.template"
+OTHERS += " data.size data.flip data.shift data.paste data.template"
 
 
 def settings_of(cls: type, where: str = "") -> Iterator[tuple[str, Any]]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from regard.config import Count, Fraction, Positive, Whole, settings
+from regard.config import Count, Fraction, Positive, Share, Whole, settings
 from regard.data import feed as feeds
 from regard.data import tokens
 from regard.data.held import hold_out, tell_shared
@@ -71,12 +71,10 @@ USED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "pack": (ROWED, ()),
     "template": (CHATS, ()),
     **dict.fromkeys(("shift", "flip"), (PICTURED, ())),
+    "paste": (("image",), ()),
 }
 # Settings that there were -> what is no longer done; off, they change nothing.
-GONE = {
-    "erase": "black squares are no longer put into pictures",
-    "paste": "pieces of pictures are no longer put into others",
-}
+GONE = {"erase": "black squares are no longer put into pictures"}
 # Settings of a Source, beside its paths.
 SETTINGS = ("format", "unit", "marker", "columns", "header", "size", "delimiter", "encoding")
 
@@ -113,6 +111,7 @@ class Data:
     template: str = ""
     shift: Whole = 0  # pictures are moved by up to so many pixels in training
     flip: bool = False  # mirrored every other time
+    paste: Share = 0.0  # share into which a piece of another is pasted (CutMix)
 
     def __post_init__(self) -> None:
         check_choice("overlong", self.overlong, OVERLONG)
@@ -390,7 +389,7 @@ def feed_of(
     """The feed over columns whose fingerprint is `name`."""
     more: dict[str, Any] = {"batching": batching, "held": held, "fingerprint": name}
     if task == "image":
-        more |= {n: getattr(data, n) for n in ("shift", "flip")}
+        more |= {n: getattr(data, n) for n in ("shift", "flip", "paste")}
         return feeds.ImageFeed(columns["images"], columns["labels"], **more)
     assert coder is not None
     more["pad"] = coder.pad

@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.config import Count, Seed, settings
+from regard.config import Count, Seed, Share, ranged, settings
 from regard.data.samplers import (
     CHANGES,
+    PASTES,
     BucketSampler,
     PackSampler,
     ShuffleSampler,
@@ -57,6 +58,8 @@ class Batch:
     types: Tensor | None = None  # b t: 1 in the second of two texts
     rejected: Tensor | None = None  # b t: the worse answer, beside ids, the better one
     rejected_labels: Tensor | None = None
+    pasted_labels: Tensor | None = None  # b: the class of what was pasted into each image
+    pasted_area: Tensor | None = None  # b: how much of each image that is, from 0 to 1
 
     @property
     def tokens(self) -> int:
@@ -581,11 +584,13 @@ def types_of(ids: Any, divider: int) -> Any:
 
 
 @dataclass(eq=False)
+@ranged
 class ImageFeed(Base):
     """Pictures, bytes (n h w c), and a class for each: x / 255, minus `mean`, over `std`.
 
     While training, each is moved by at most `shift` pixels either way (black comes in) and, with `flip`, mirrored every
-    other time."""
+    other time; into the share `paste` of them a piece of the batch's next picture is pasted, of any size, and its class
+    is counted by area (CutMix, Yun et al. 2019)."""
 
     pictures: Column
     labels: Column
@@ -595,6 +600,7 @@ class ImageFeed(Base):
     std: Sequence[float] = (0.5,)
     shift: int = 0
     flip: bool = False
+    paste: Share = 0.0
     held: ImageFeed | None = None
     fingerprint: str = ""
 
@@ -604,27 +610,46 @@ class ImageFeed(Base):
         self.order = ShuffleSampler(len(self.pictures), self.batching.rows, self.batching.seed)
         changes: dict[str, Any] = {"mean": list(self.mean), "std": list(self.std)}
         changes |= {"shift": self.shift, "flip": self.flip}
+        changes |= {"paste": self.paste} if self.paste else {}
         self.sign({"pictures": self.pictures, "labels": self.labels}, **changes)
 
     def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
-        x = self.pictures.at(numbers[part])
-        if k is not None and (self.shift or self.flip):
-            drawn = draws(self.batching.seed, CHANGES, k, 3 * len(numbers)).reshape(-1, 3)
-            x = self._changed(x, drawn[part])
+        rows = np.arange(len(numbers))[part]
+        labels, more = self.labels.at(numbers).astype(np.int64), {}
+        if k is None or not self.paste:
+            x = self._changed(numbers, rows, k)
+        else:
+            further = (rows + 1) % len(numbers)
+            x = self._changed(numbers, np.append(rows, further[-1]), k)
+            # A box of the next picture in some, of any size and anywhere; 0 pixels in the others.
+            drawn = self._draws(PASTES, k, len(numbers), 4)[rows]
+            chance, area = (drawn[:, 2:] / 2.0**64).T
+            ratio = np.where(chance < self.paste, np.sqrt(area), 0.0)[:, None]
+            inside = boxes(x.shape[1:3], drawn[:, :2], (ratio * x.shape[1:3]).astype(np.int64))
+            x = np.where(inside[..., None], x[1:], x[:-1])
+            area = inside.mean((1, 2), dtype=np.float32)
+            more = {"pasted_labels": labels[further], "pasted_area": area}
         mean, std = (np.array(n, np.float32).reshape(-1, 1, 1) for n in (self.mean, self.std))
         x = (x.transpose(0, 3, 1, 2).astype(np.float32) / 255 - mean) / std
-        labels = self.labels.at(numbers[part]).astype(np.int64)
-        return Batch(torch.from_numpy(np.ascontiguousarray(x)), torch.from_numpy(labels))
+        more |= {"ids": np.ascontiguousarray(x), "labels": labels[rows]}
+        return Batch(**{name: torch.from_numpy(x) for name, x in more.items()})
 
-    def _changed(self, x: np.ndarray, drawn: np.ndarray) -> np.ndarray:
-        """Pictures moved and mirrored, each by three draws."""
-        (height, width), by = x.shape[1:3], self.shift
-        black = np.pad(x, ((0, 0), (by, by), (by, by), (0, 0)))
-        from_ = (drawn[:, :2] % np.uint64(2 * by + 1)).astype(np.int64)
-        down, right = np.arange(height) + from_[:, :1], np.arange(width) + from_[:, 1:]
-        if self.flip:
-            right = np.where(drawn[:, 2:] & np.uint64(1), right[:, ::-1], right)
-        return black[np.arange(len(x))[:, None, None], down[:, :, None], right[:, None]]
+    def _draws(self, purpose: int, k: int, n: int, each: int) -> np.ndarray:
+        return draws(self.batching.seed, purpose, k, each * n).reshape(-1, each)
+
+    def _changed(self, numbers: np.ndarray, rows: np.ndarray, k: int | None) -> np.ndarray:
+        """These rows of a batch: moved and mirrored, if it is the k-th of training."""
+        x = self.pictures.at(numbers[rows])
+        height, width = x.shape[1:3]
+        if k is not None and (self.shift or self.flip):
+            drawn, by = self._draws(CHANGES, k, len(numbers), 3)[rows], self.shift
+            black = np.pad(x, ((0, 0), (by, by), (by, by), (0, 0)))
+            from_ = (drawn[:, :2] % np.uint64(2 * by + 1)).astype(np.int64)
+            down, right = np.arange(height) + from_[:, :1], np.arange(width) + from_[:, 1:]
+            if self.flip:
+                right = np.where(drawn[:, 2:] & np.uint64(1), right[:, ::-1], right)
+            x = black[np.arange(len(x))[:, None, None], down[:, :, None], right[:, None]]
+        return x
 
     def describe(self) -> str:
         size = "{1} x {0}".format(*self.pictures.values.shape[1:3])
@@ -656,3 +681,13 @@ class CaptionFeed(ImageFeed):
         ids = framed(*text, self.pad, (self.start,))
         labels = framed(*text, IGNORE, (), (self.end,))
         return tensors(ids, labels, steps, whole, source=pictures.numpy())
+
+
+def boxes(size: tuple[int, ...], drawn: np.ndarray, sides: np.ndarray) -> np.ndarray:
+    """Where (b h w) a box with these sides (b 2) is, its middle anywhere by two draws (b 2); the rest is cut off."""
+    first = (drawn % np.array(size, np.uint64)).astype(np.int64) - sides // 2
+    rows, columns = (
+        (np.arange(n) >= first[:, a, None]) & (np.arange(n) < (first + sides)[:, a, None])
+        for a, n in enumerate(size)
+    )
+    return rows[:, :, None] & columns[:, None]

@@ -19,7 +19,7 @@ from regard.errors import check_choice
 
 OVERLONG = ("error", "truncate", "drop", "split")
 # What numbers are drawn for; a number that was given once keeps its meaning.
-ORDER, BATCHES, WINDOWS, CHANGES, COMPANY, BORDERS = 0, 1, 2, 3, 6, 7
+ORDER, BATCHES, WINDOWS, CHANGES, PASTES, COMPANY, BORDERS = 0, 1, 2, 3, 5, 6, 7
 # Lengths in a bucket differ at most by this factor.
 WIDER = 1.1
 # How often pieces of about one size may trade places before a pass: with the next one, the second next, the fourth,

@@ -398,11 +398,18 @@ def answer_logs(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
 
 
 def classify(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tensor, Tensor]:
-    """- sum over rows of log p(label | text or image), labels (b); or over tokens, labels (b t)."""
-    logits = label_logits(model, batch)
-    if not smoothing.eps:
-        return masked_lm_loss(logits, batch.labels)
-    return smoothed_loss(logits, batch.labels, smoothing.eps, smoothing.over, smoothing.padding)
+    """- sum over rows of log p(label | text or image), labels (b); or over tokens, labels (b t). An image with a piece
+    of another one in it has two classes, weighed by area."""
+    logits, how = label_logits(model, batch), (smoothing.eps, smoothing.over, smoothing.padding)
+    if batch.pasted_labels is None or batch.pasted_area is None:
+        if not smoothing.eps:
+            return masked_lm_loss(logits, batch.labels)
+        return smoothed_loss(logits, batch.labels, *how)
+    labels = (batch.labels, batch.pasted_labels)
+    own, guest = (smooth(y.clamp(min=0), logits.shape[-1], *how) for y in labels)
+    log_p, counted = _wide(logits).log_softmax(-1), batch.labels != IGNORE
+    q = torch.lerp(own, guest, batch.pasted_area[:, None].to(own.dtype)).to(log_p.dtype)
+    return -(q * log_p * counted[:, None]).sum(), counted.sum()
 
 
 def answer(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:

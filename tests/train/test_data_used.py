@@ -35,9 +35,10 @@ VALUES: dict[str, Any] = {  # another value than the default, for every setting
     "template": "chatml",
     "shift": 1,
     "flip": True,
+    "paste": 0.5,
 }
 ALL = {"valid", "held", "format", "rows", "weights"}
-PICTURES = {"size", "shift", "flip"}
+PICTURES = {"size", "shift", "flip", "paste"}
 BESIDE = {"target", "valid_target"}
 TEXTS = {"header", "columns", "length", "tokens", "overlong", "multiple", "delimiter", "encoding"}
 READS = {  # task -> a file it reads, and the settings it uses
@@ -50,7 +51,7 @@ READS = {  # task -> a file it reads, and the settings it uses
     "image": ("pictures", PICTURES | BESIDE | {"columns"}),
     "chat": ("a.jsonl", TEXTS | {"pack", "template"}),
     "prefer": ("a.jsonl", TEXTS | {"template"}),
-    "caption": ("pictures", PICTURES | BESIDE | {"columns"}),
+    "caption": ("pictures", PICTURES - {"paste"} | BESIDE | {"columns"}),
 }
 
 

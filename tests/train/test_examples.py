@@ -270,3 +270,33 @@ def test_evaluation_and_fingerprint_see_the_held_feed(make: Any) -> None:
     assert once and len(once) == len(twice) and all(map(same, once, twice))
     assert feed.fingerprint != make().fingerprint == make().fingerprint
     assert list(make().evaluation()) == [] and "batches a pass" in feed.describe()
+
+
+def test_pieces_of_the_next_picture_are_pasted_and_weighed_by_their_area() -> None:
+    shade = np.arange(50, dtype=np.uint8) * 5
+    pictures = np.broadcast_to(shade[:, None, None, None], (50, 12, 10, 1)).copy()
+    labels = np.arange(50)
+    batching = Batching(rows=50, seed=3)
+
+    def feed(**more: Any) -> ImageFeed:
+        return ImageFeed(Column(pictures), Column(labels), batching, paste=0.6, **more)
+
+    made = feed(held=feed()).batch(1)
+    assert made.pasted_labels is not None and made.pasted_area is not None
+    assert made.pasted_labels.equal(made.labels.roll(-1))
+    found = (
+        (made.ids[:, 0] + 1) * 0.5 * 255 / 5
+    ).round()  # whose each pixel is: shade n is picture n's
+    mine = (found == made.labels[:, None, None]).float().mean((1, 2))
+    theirs = (found == made.pasted_labels[:, None, None]).float().mean((1, 2))
+    torch.testing.assert_close(mine + theirs, torch.ones(50))
+    torch.testing.assert_close(theirs, made.pasted_area)
+    assert (
+        20 < (made.pasted_area > 0).sum() < 40
+        and 0.2 < made.pasted_area[made.pasted_area > 0].mean() < 0.6
+    )
+    assert all(b.pasted_labels is None for b in feed(held=feed()).evaluation())
+    thirds = [feed().batch(1, rank, 3) for rank in range(3)]
+    assert same(joined(thirds), feed().batch(1))
+    with pytest.raises(UsageError, match="paste = 2.0: give 0 to 1"):
+        ImageFeed(Column(pictures), Column(labels), batching, paste=2.0)

@@ -213,6 +213,24 @@ def test_classify_loss_of_texts_and_images() -> None:
     torch.testing.assert_close(total, want_, **TIGHT)
 
 
+@pytest.mark.parametrize("eps", [0.0, 0.1])
+def test_classify_loss_of_an_image_with_a_guest_weighs_both_classes(eps: float) -> None:
+    tower = Tower(M, 1, GQA(3), MLP(16), causal=False)
+    vit = Transformer(TransformerConfig(Patches(8, 4, 1), tower, Classify(4))).double()
+    pictures, share = torch.randn(3, 1, 8, 8).double(), torch.tensor([0.0, 0.25, 1.0])
+    labels, guests = torch.tensor([0, 1, IGNORE]), torch.tensor([3, 2, 1])
+    total, count = classify(
+        vit, Batch(pictures, labels, pasted_labels=guests, pasted_area=share), Smoothing(eps, "V")
+    )
+    logits = vit(pictures)
+
+    def one(row: int, label: int) -> Tensor:
+        return cross_entropy(logits[row], torch.tensor(label), label_smoothing=eps)
+
+    torch.testing.assert_close(total, one(0, 0) + 0.75 * one(1, 1) + 0.25 * one(1, 2), **TIGHT)
+    assert count == 2
+
+
 def test_tag_loss_of_padded_rows_is_the_sum_of_the_rows() -> None:
     model, (x, _, batch) = encoder(Tag(4)), ragged(9, 4)
     labels = [torch.randint(4, (len(a),)) for a in x]
