@@ -120,6 +120,6 @@ def test_decode_setting_outside_its_range_is_a_usage_error(
 
 def test_every_number_of_decoding_has_limits() -> None:
     tokens = {"logit_bias", "sequence_bias", "banned", "begin_suppress_tokens", "eos"}
-    tokens |= {"forced_first", "forced_last", "exponential_decay_length_penalty"}
+    tokens |= {"forced_first", "forced_last", "exponential_decay_length_penalty", "filters"}
     named = {n for n, hint in typing.get_type_hints(Settings).items() if numeric(hint)}
     assert named - tokens == {name for name, _, _ in LIMITS}
