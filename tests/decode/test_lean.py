@@ -11,7 +11,7 @@ import regard
 from regard import Engine, Request, Settings
 from regard.attention import GQA
 from regard.block import Tower
-from regard.cache import Cache, Contiguous, Paged
+from regard.cache import Cache, Contiguous, Paged, Pool
 from regard.fast.cpu import prepare
 from regard.fast.cpu.native import NativeAttention
 from regard.fast.cpu.steps import NativeStack, Step
@@ -221,6 +221,26 @@ def test_steps_over_other_sources_in_pages_are_played_again(
             cache.release()
     assert torch.equal(torch.stack(out[: len(out) // 2]), torch.stack(out[len(out) // 2 :]))
     assert len(recorded) == 1 and not any(pool.users)
+
+
+@torch.inference_mode()
+def test_recorded_steps_are_not_played_over_a_larger_pool_in_their_place() -> None:
+    """Memory that is given back may come again as a pool of more pages."""
+    lean = prepare(made("llama"), "fp32")
+    g, specs = torch.Generator().manual_seed(5), lean.cache_specs()
+    ids = torch.randint(VOCAB, (2, 12), generator=g)
+    large, small = Pool(specs, 60, 4), Pool(specs, 10, 4)
+    small.stores = [{name: x[:12] for name, x in store.items()} for store in large.stores]
+    # What rows are given of the large one lies behind the small one.
+    for _ in range(20):
+        large.take()
+    out = []
+    for pool in (small, large):
+        cache = Paged(specs, 2, pool=pool, dtype=torch.float32)
+        out.append(lean.next_logits(ids[:, :4], cache=cache))
+        out += [lean.next_logits(ids[:, i : i + 1], cache=cache) for i in range(4, 12)]
+        cache.release()
+    assert torch.equal(torch.stack(out[:9]), torch.stack(out[9:]))
 
 
 def test_steps_of_several_threads_keep_apart() -> None:

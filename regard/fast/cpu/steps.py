@@ -86,10 +86,11 @@ class NativeStack(PackedStack):
             # Pages of the same pool are there already.
             stores, room = stores if kept is stores else [*stores, *kept], (*room, *far)
         memory = tuple(t.data_ptr() for store in stores for t in store.values())
-        strides = stores[0]["k"].stride(), stores[-1]["k"].stride()
+        # Where a pool of fewer pages lay there may be another one now.
+        sizes = [(x.shape, x.stride()) for x in (stores[0]["k"], stores[-1]["k"])]
         # Rows at one position may share it: (1 t), where others have (b t).
         rows = (len(x), len(ctx.pos.index), torch.is_inference_mode_enabled())
-        return memory, strides, rows, room
+        return memory, tuple(sizes), rows, room
 
 
 class Step:
