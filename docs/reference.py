@@ -22,7 +22,9 @@ from regard.presets import PRESETS
 from regard.train.config import Config
 
 HOMES = {
-    "Models: build, load, save": ("regard.checkpoint", "regard.presets", "regard.models", "regard.fast.cpu"),
+    "Models: build, load, save": (
+        "regard.checkpoint", "regard.checkpoint.families", "regard.presets", "regard.models", "regard.fast.cpu",
+    ),
     "Write text": ("regard.decode.generate", "regard.decode.settings", "regard.decode.engine"),
     "Train and measure": ("regard.train.run", "regard.train.finetune", "regard.train.trainer", "regard.evaluate.model"),
     "Look inside": ("regard.see.probe", "regard.labs.run"),
