@@ -209,6 +209,8 @@ def fours(w: Tensor, back: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """W (n k) in 4 bits: w = (q - 8) scale + zero, q (n k), scale and zero (n k/GROUP 2) in bf16. `back`: how it rounds
     (`feedback`)."""
     (n, k), count = w.shape, w.shape[1] // GROUP
+    if w.is_meta:
+        return w.new_empty(n, k, dtype=torch.uint8), w.new_empty(n, count, 2, dtype=torch.bfloat16)
     rest = F.pad(w.detach().float(), (0, -k % TILE)).view(n, -1, TILE).permute(2, 0, 1).contiguous()
     q, scales = torch.empty_like(rest, dtype=torch.uint8), list[Tensor]()
     for i in range(TILE):
