@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 import regard
-import regard.decode.engine as engine_module
+import regard.decode.scheduler as scheduler_module
 from regard.cache import taken_back
 from regard.decode.check import context_of, written
 from regard.decode.engine import Engine
@@ -230,7 +230,7 @@ def play(
     """A round of requests; what it counted. What differs is an AssertionError that names the round. Deadlines are in
     steps: the engine's clock is ours, and nobody else's."""
     clock = SimpleNamespace(monotonic=iter(range(10**9)).__next__)
-    with mock.patch.object(engine_module, "time", clock):
+    with mock.patch.object(scheduler_module, "time", clock):
         return _play(seed, faults, starved, requests)
 
 
@@ -284,16 +284,21 @@ def _play(seed: int, faults: bool, starved: bool, requests: int) -> Counter[str]
             asked[number].cancelled = True
             past.append(f"cancel {number}")
             note(engine.cancel(number))
-        elif what < 0.44 and len(list(engine._active())) > 1:
+        elif what < 0.44 and len(list(engine.scheduler.running())) > 1:
             with torch.inference_mode():
-                engine._preempt()
+                engine.scheduler.preempt_last()
         elif waiting or not engine.idle:
             note(step())
         else:
             break
         held(engine)
     assert engine.idle and not waiting, "it does not come to an end"
-    left = [engine.finished, engine.resumed, engine.deadlines, engine.scores]
+    left = [
+        engine.scheduler.finished,
+        engine.scheduler.resumed,
+        engine.scheduler.deadlines,
+        engine.scores,
+    ]
     assert not any(left), f"of requests that are done something is left: {left}"
     full(engine.pool)
     for number, mine in asked.items():
@@ -316,7 +321,7 @@ def held(engine: Engine) -> None:
     tables: list[list[int]] = [slot.pages for slot in slots]
     tables += [pages for slot in slots for pages in getattr(slot, "own", [])]
     tables += [m.pages for m in {id(s.memory): s.memory for s in slots if s.memory}.values()]
-    plain = [lane for lane in engine.lanes.values() if lane not in engine._graphs()]
+    plain = [lane for lane in engine.scheduler.lanes.values() if lane not in engine._graphs()]
     caches = [cache for lane in plain for cache in lane.caches()]
     caches += [cache.cross for cache in caches if cache.cross is not None]
     tables += [table for cache in caches for table in getattr(cache, "tables", [])]

@@ -57,7 +57,9 @@ def answered(engine: Engine, asked: Sequence[tuple[list[int], Settings]]) -> lis
         engine.submit(request("gqa_rope", prompt, settings, key=sum(prompt)))
     found = run(engine)
     full(engine.pool)
-    assert engine.idle and not (engine.finished or engine.resumed or engine.deadlines)
+    assert engine.idle and not (
+        engine.scheduler.finished or engine.scheduler.resumed or engine.scheduler.deadlines
+    )
     return [found[i] for i in range(len(asked))]
 
 
@@ -189,7 +191,7 @@ def test_neighbours_of_a_fault_are_soon_together_again() -> None:
     engine = Engine(fragile, rows=16, page=4, pages=400)
     found = answered(engine, asked)
     assert [r.finish for (r,) in found] == ["length"] * 15 + ["error"]
-    assert engine.cap == 16 and not engine.careful
+    assert engine.scheduler.cap == 16 and not engine.scheduler.careful
     # 24 steps, and four halves with a prompt and a step each; one by one it would be 15 * 24.
     assert fragile.passes <= 24 + 4 * 2
 

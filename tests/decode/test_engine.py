@@ -137,10 +137,10 @@ def test_text_is_the_same_when_preempted_at_any_step(
     events: list[Event] = []
     while not engine.idle:
         events += engine.step()
-        running = len(list(engine._active()))
+        running = len(list(engine.scheduler.running()))
         if running > 1 and rng.random() < 0.5:
             with torch.inference_mode():
-                engine._preempt()
+                engine.scheduler.preempt_last()
     assert shown(events, ASKED) == alone(name)
     assert put_back
     full(engine.pool)
@@ -215,7 +215,7 @@ def test_samples_that_were_put_back_read_their_source_once(
     for _ in range(3):
         engine.step()
     with torch.inference_mode():
-        engine._put_back(next(engine._active()))
+        engine.scheduler.preempt(next(engine.scheduler.running()))
     found = run(engine)[0]
     assert read == [1, 1]
     assert [[r.ids for r in found]] == answers("twin", [([1, 2, 3, 4, 5], settings)])
@@ -250,7 +250,7 @@ def test_pool_that_just_fits_a_request_runs_it_to_its_end(name: str, runner: str
             for _ in range(4):
                 engine.step()
             with torch.inference_mode():
-                engine._put_back(next(engine._active()))
+                engine.scheduler.preempt(next(engine.scheduler.running()))
             full(engine.pool)
             # Another takes the pages that it left.
             (other,) = prompts((size,), seed=9)

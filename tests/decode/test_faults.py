@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import regard.decode.engine as engine_module
+import regard.decode.scheduler as scheduler_module
 from regard.decode.engine import Engine
 from regard.decode.settings import Event, Settings
 from tests.decode.tiny import (
@@ -50,14 +50,14 @@ def started(kind: str, phase: str, name: str = "gqa_rope") -> tuple[Engine, int]
     number = engine.submit(request(name, prompts((21,))[0], KINDS[kind], key=1))
     if phase != "waiting":
         engine.step()
-        assert engine._unread()
+        assert engine.scheduler.load()[1]
     if phase in ("running", "preempted"):
-        while engine._unread():
+        while engine.scheduler.load()[1]:
             engine.step()
         engine.step()
     if phase == "preempted":
         with torch.inference_mode():
-            engine._preempt()
+            engine.scheduler.preempt_last()
         assert engine.waiting[0].number == number
     return engine, number
 
@@ -78,7 +78,7 @@ def test_cancelled_request_returns_its_pages(kind: str, phase: str) -> None:
         r.ids for r in run(alone)[0]
     ]  # the neighbour goes on
     full(engine.pool)
-    assert engine.idle and not engine.finished and not engine.resumed
+    assert engine.idle and not engine.scheduler.finished and not engine.scheduler.resumed
 
 
 @pytest.mark.parametrize("phase", ["running", "preempted"])
@@ -86,12 +86,12 @@ def test_cancelled_request_returns_its_pages(kind: str, phase: str) -> None:
 def test_cancelled_request_keeps_what_it_said(kind: str, phase: str) -> None:
     engine, number = started(kind, "waiting")
     events = []
-    while engine._unread() or engine.waiting:
+    while engine.scheduler.load()[1] or engine.waiting:
         events += engine.step()
     events += engine.step()
     if phase == "preempted":
         with torch.inference_mode():
-            engine._preempt()
+            engine.scheduler.preempt_last()
     (event,) = engine.cancel(number)
     said = [tokens_of(events, number, k) for k in range(KINDS[kind].samples)]
     assert [r.ids for r in event.done] == said
@@ -112,7 +112,7 @@ def test_cancelled_sample_keeps_the_finished_ones() -> None:
     s = Settings(max_new_tokens=40, temperature=1.5, samples=8, eos=(1, 2, 3))
     engine = Engine(model("gqa_rope"), page=4, pages=200)
     number = engine.submit(request("gqa_rope", [4, 5], s))
-    while not engine.finished.get(number):
+    while not engine.scheduler.finished.get(number):
         engine.step()
     (event,) = engine.cancel(number)
     assert {r.finish for r in event.done} == {"eos", "cancelled"}
@@ -168,7 +168,7 @@ def test_deadline_ends_a_request_in_every_phase(
     now = time.monotonic()
     clock = [now]
     # Not everybody's: other threads of these tests would sleep until then.
-    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(scheduler_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     engine = Engine(model("gqa_rope"), page=4, pages=60, chunk=8)
     engine.submit(request("gqa_rope", [1, 2, 3], LONG, key=0))
     engine.step()
@@ -176,11 +176,11 @@ def test_deadline_ends_a_request_in_every_phase(
     number = engine.submit(late)
     if phase != "waiting":
         engine.step()
-    while phase in ("running", "preempted") and engine._unread():
+    while phase in ("running", "preempted") and engine.scheduler.load()[1]:
         engine.step()
     if phase == "preempted":
         with torch.inference_mode():
-            engine._preempt()
+            engine.scheduler.preempt_last()
     clock[0] += 4.9
     events = engine.step() if phase == "running" else []
     assert finishes(events) == []
@@ -327,9 +327,9 @@ def test_ledger_is_even_after_thousands_of_random_operations(seed: int, prefix: 
             open_.add(engine.submit(request("gqa_rope", prompt, s, key=operations, deadline=late)))
         elif what < 0.35 and open_:
             note(engine.cancel(rng.choice(sorted(open_))))
-        elif what < 0.38 and len(list(engine._active())) > 1:
+        elif what < 0.38 and len(list(engine.scheduler.running())) > 1:
             with torch.inference_mode():
-                engine._preempt()
+                engine.scheduler.preempt_last()
         elif what < 0.40:  # a quiet point
             note(list(engine.run()))
             assert not open_
@@ -339,12 +339,12 @@ def test_ledger_is_even_after_thousands_of_random_operations(seed: int, prefix: 
         held = sum(len(t) for t in _tables(engine))
         assert sum(engine.pool.users) == held, "pages are held that no row has"
     note(list(engine.run()))
-    assert not open_ and not engine.finished and not engine.resumed
+    assert not open_ and not engine.scheduler.finished and not engine.scheduler.resumed
     full(engine.pool)
 
 
 def _tables(engine: Engine) -> list[list[int]]:
-    caches = [cache for lane in engine.lanes.values() for cache in lane.caches()]
+    caches = [cache for lane in engine.scheduler.lanes.values() for cache in lane.caches()]
     return [table for cache in caches for table in cache.tables]
 
 

@@ -238,7 +238,7 @@ def test_pages_are_enough_for_all_that_run_together(
     how = {"max_new_tokens": 6, "eos": (), **kind}
     engine = made_for(name, sizes, rows, "paged", **how)
     assert engine.pool is not None
-    assert (engine.pool.page, len(engine.pool.users), engine.rows) == (page, pages, batch)
+    assert (engine.pool.page, len(engine.pool.users), engine.scheduler.rows) == (page, pages, batch)
     prompts, more = [[i + 1] * n for i, n in enumerate(sizes)], {"rows": rows, **how}
     want = regard.generate(model(name), prompts, **more)
     with monkeypatch.context() as patch:

@@ -168,9 +168,9 @@ def test_prompt_logprobs_survive_being_put_back(way: str) -> None:
         number = engine.submit(request("gqa_rope", prompt, s, key=0))
         done = {}
         for step in range(200):
-            if step == when and len(list(engine._active())) > 1:
+            if step == when and len(list(engine.scheduler.running())) > 1:
                 with torch.inference_mode():
-                    engine._preempt()
+                    engine.scheduler.preempt_last()
             done |= {e.request: e.done[0] for e in engine.step() if e.done}
             if engine.idle:
                 break

@@ -65,9 +65,9 @@ def test_texts_grow_past_the_border(way: str, chunk: int) -> None:
     while not engine.idle:
         found |= {e.request: e.done[0] for e in engine.step() if e.done}
         steps += 1
-        if steps in (3, 9, 14) and len(list(engine._active())) > 1:
+        if steps in (3, 9, 14) and len(list(engine.scheduler.running())) > 1:
             with torch.inference_mode():
-                engine._preempt()
+                engine.scheduler.preempt_last()
     full(engine.pool)
     assert [found[i].ids for i in range(len(want))] == want
 

@@ -180,9 +180,9 @@ def test_masks_survive_interrupts_and_being_put_back(way: str) -> None:
         for i, (prompt, s) in enumerate(asked):
             engine.submit(request("gqa_rope", prompt, s, key=i, mask=bits))
         while not engine.idle:
-            if rng.random() < 0.2 and len(list(engine._active())) > 1:
+            if rng.random() < 0.2 and len(list(engine.scheduler.running())) > 1:
                 with torch.inference_mode():
-                    engine._preempt()
+                    engine.scheduler.preempt_last()
             with contextlib.suppress(KeyboardInterrupt):
                 done |= {e.request: [r.ids for r in e.done] for e in engine.step() if e.done}
         full(engine.pool)

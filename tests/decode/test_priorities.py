@@ -63,7 +63,7 @@ def test_prompt_that_is_read_makes_way_for_a_higher_priority() -> None:
 
 def measure(engine: Engine, number: int) -> int:
     """What of a request's text has been read or said; more with each step that serves it. -1: it waits."""
-    for lane in engine.lanes.values():
+    for lane in engine.scheduler.lanes.values():
         for slot in lane.slots:
             if slot.row.request.number == number:
                 return slot.fed + (slot.asked if lane is engine.slots else len(slot.row.ids))
@@ -108,7 +108,7 @@ def test_preemption_takes_the_lowest_and_then_the_youngest() -> None:
     gone = []
     for _ in range(3):
         with torch.inference_mode():
-            engine._preempt()
+            engine.scheduler.preempt_last()
         gone.append([r.number for r in engine.waiting])
     assert gone == [[2], [0, 2], [3, 0, 2]]
 

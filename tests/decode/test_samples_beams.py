@@ -118,7 +118,7 @@ def test_beams_share_one_row_of_the_source(name: str) -> None:
         engine.submit(request(name, prompt, Settings(max_new_tokens=9, beams=4), key=i))
     for _ in range(5):
         engine.step()
-        (lane,) = engine.lanes.values()
+        (lane,) = engine.scheduler.lanes.values()
         assert lane.cache.batch == 12
         assert lane.cache.cross.batch == 3
         # Its pages are counted once.
@@ -174,7 +174,7 @@ def test_samples_and_beams_are_rows_of_one_lane() -> None:
         engine.submit(request("gqa_rope", [1, 2], settings))
     for _ in range(5):
         engine.step()
-        assert [type(lane) for lane in engine.lanes.values()] == [PlainLane]
+        assert [type(lane) for lane in engine.scheduler.lanes.values()] == [PlainLane]
 
 
 # --- as many texts as were asked for ------------------------------------------------------------------------------

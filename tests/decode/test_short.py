@@ -47,7 +47,7 @@ def test_fewer_rows_run_where_memory_is_short(most: int, layout: str) -> None:
     for i, (_, s) in enumerate(asked):
         if s.beams == 1:
             assert [tokens_of(events, i, k) for k in range(s.samples)] == [r.ids for r in done[i]]
-    assert engine.idle and not (engine.finished or engine.resumed)
+    assert engine.idle and not (engine.scheduler.finished or engine.scheduler.resumed)
     full(engine.pool)
 
 

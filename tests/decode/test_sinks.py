@@ -188,9 +188,9 @@ def test_sinks_survive_being_put_back_and_cancelling() -> None:
         engine.submit(Request(prompt, s, key=i))
     for step in range(400):
         found |= {e.request: e.done for e in engine.step() if e.done}
-        if step % 11 == 5 and len(list(engine._active())) > 1:
+        if step % 11 == 5 and len(list(engine.scheduler.running())) > 1:
             with torch.inference_mode():
-                engine._preempt()
+                engine.scheduler.preempt_last()
         if step == 15:
             found |= {e.request: e.done for e in engine.cancel(1)}
         if engine.idle:

@@ -146,7 +146,7 @@ def test_request_that_came_during_a_step_that_raised_is_kept() -> None:
     engine = Engine(model("gqa_rope"), page=4)
 
     def stop(sample: int, ids: list[int]) -> bool:
-        if len(ids) == 2 and engine.count == 1:
+        if len(ids) == 2 and engine.scheduler.count == 1:
             engine.submit(request("gqa_rope", [7], LONG, key=1))
             raise KeyboardInterrupt
         return False
@@ -198,7 +198,9 @@ def test_random_faults_change_no_innocent_text(name: str, seed: int) -> None:
             assert got == [tokens_of(events, i, k) for k in range(s.samples)]
         ends = {r.finish for r, text in zip(done[i], want[i]) if len(text) >= guilty.get(i, 99)}
         assert ends <= {"error"}
-    assert engine.idle and not (engine.finished or engine.resumed or engine.deadlines)
+    assert engine.idle and not (
+        engine.scheduler.finished or engine.scheduler.resumed or engine.scheduler.deadlines
+    )
     full(engine.pool)
 
 
@@ -211,7 +213,7 @@ def test_deadlines_of_what_is_done_are_forgotten() -> None:
     numbers = [engine.submit(request("gqa_rope", [1], one, deadline=later)) for _ in range(5)]
     engine.cancel(numbers[-1])
     list(engine.run())
-    assert not engine.deadlines
+    assert not engine.scheduler.deadlines
 
 
 # --- prefill ------------------------------------------------------------------------------------------------------

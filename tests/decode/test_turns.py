@@ -102,8 +102,8 @@ def test_turns_come_to_an_end(kind: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     """However little patience there is: who is put back has come further, and a search is not put back."""
     s = Settings(max_new_tokens=9, **kind)
     engine, asked = Engine(model("gqa_rope"), rows=s.rows, page=2, pages=200, patience=0.0), []
-    put_back, real = list[int](), engine._put_back
-    monkeypatch.setattr(engine, "_put_back", lambda r: (put_back.append(r.number), real(r)))
+    put_back, real = list[int](), engine.scheduler.preempt
+    monkeypatch.setattr(engine.scheduler, "preempt", lambda r: (put_back.append(r.number), real(r)))
     for i, prompt in enumerate(prompts((3, 30, 9, 17))):
         asked.append((prompt, s))
         engine.submit(request("gqa_rope", prompt, s, key=i))
@@ -155,7 +155,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr("regard.decode.engine.time", made)
+    monkeypatch.setattr("regard.decode.scheduler.time", made)
     return made
 
 
@@ -163,7 +163,7 @@ def serving(engine: Engine, clock: Clock, now: float) -> list[int]:
     """Who has a row after a step at this time."""
     clock.now = now
     engine.step()
-    return [request.number for request in engine._active()]
+    return [request.number for request in engine.scheduler.running()]
 
 
 def test_patience_doubles_with_each_turn_up_to_the_sixth(clock: Clock) -> None:
@@ -220,23 +220,27 @@ def test_pages_that_a_prompt_will_take(size: int, kind: Any, pages: int) -> None
     """Those of its tokens, and one more for each row."""
     engine = Engine(decoder("mha"), page=4, pages=200)
     waiting = request("mha", [1] * size, Settings(**kind))
-    assert engine._need(waiting) == pages
-    assert engine._times(waiting) == waiting.settings.rows
-    assert Engine(decoder("mha"), layout="contiguous")._need(waiting) == 0
+    assert engine.scheduler.page_count(waiting) == pages
+    assert engine.scheduler.row_count(waiting) == waiting.settings.rows
+    assert Engine(decoder("mha"), layout="contiguous").scheduler.page_count(waiting) == 0
     for rows, most, fits in ((3, pages, True), (2, pages, waiting.settings.rows < 3)):
-        assert engine._fits(waiting, rows, most) == fits
-        assert not engine._fits(waiting, rows, most - 1)
+        assert engine.scheduler.fits(waiting, rows, most) == fits
+        assert not engine.scheduler.fits(waiting, rows, most - 1)
 
 
 def test_room_is_what_those_who_run_leave() -> None:
     """A page for each row that runs, and those of prompts that are not through."""
     engine = Engine(model("gqa_rope"), rows=6, page=4, pages=50, chunk=8)
-    assert engine._room() == (6, 50)
+    assert engine.scheduler.room() == (6, 50)
     engine.submit(request("gqa_rope", prompts((3,))[0], Settings(max_new_tokens=9)))
     two = Settings(max_new_tokens=9, samples=2, temperature=1.0)
     engine.submit(request("gqa_rope", prompts((30,))[0], two, key=1))
     engine.step()
     assert engine.pool is not None
-    left = [len(slot.text) - slot.fed for lane in engine.lanes.values() for slot in lane.unread()]
+    left = [
+        len(slot.text) - slot.fed
+        for lane in engine.scheduler.lanes.values()
+        for slot in lane.unread()
+    ]
     owed = sum(-(-n // 4) for n in left)
-    assert left and engine._room() == (3, engine.pool.available - 3 - owed)
+    assert left and engine.scheduler.room() == (3, engine.pool.available - 3 - owed)

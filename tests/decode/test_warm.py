@@ -64,7 +64,7 @@ def said(engine: Engine, rows: int, kinds: Sequence[Settings]) -> list[list[list
     """Ids of what the engine answers to so many requests, in their order."""
     for i in range(rows):
         engine.submit(Request([3 + i % 5, 4, 5], kinds[i % len(kinds)], key=i))
-    first = engine.count - rows
+    first = engine.scheduler.count - rows
     done = {e.request - first: e.done for e in engine.run() if e.done is not None}
     return [[r.ids for r in done[i]] for i in range(rows)]
 

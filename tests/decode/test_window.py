@@ -117,9 +117,9 @@ def test_crop_survives_preemption_and_cancelling() -> None:
     while not engine.idle:
         found |= {e.request: e.done[0] for e in engine.step() if e.done}
         steps += 1
-        if steps in (2, 5, 9) and len(list(engine._active())) > 1:
+        if steps in (2, 5, 9) and len(list(engine.scheduler.running())) > 1:
             with torch.inference_mode():
-                engine._preempt()
+                engine.scheduler.preempt_last()
         if steps == 11:
             found |= {e.request: e.done[0] for e in engine.cancel(2)}
     assert [found[i].ids for i in (0, 1, 3)] == [plain(model, many[i], 14) for i in (0, 1, 3)]
@@ -144,13 +144,13 @@ def test_text_is_read_anew_only_once_the_context_does_not_hold_it(
 ) -> None:
     """The last token is said, not fed: one more than the context holds is no reason."""
     engine, lanes = Engine(made("learned"), page=4), list[Any]()
-    real = engine._lane
+    real = engine._plain_lane
 
-    def lane(request: Request) -> Any:
-        lanes.append(real(request))
+    def lane(key: str | None) -> Any:
+        lanes.append(real(key))
         return lanes[-1]
 
-    monkeypatch.setattr(engine, "_lane", lane)
+    monkeypatch.setattr(engine, "_plain_lane", lane)
     settings = Settings(max_new_tokens=LONGEST - size + more, overflow="crop")
     engine.submit(Request(prompts((size,))[0], settings))
     run(engine)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 def said(engine: Engine, rows: int, **settings: Any) -> list[list[int]]:
     for i in range(rows):
         engine.submit(Request([3 + i % 5, 4, 5], Settings(max_new_tokens=9, **settings), key=i))
-    first = engine.count - rows
+    first = engine.scheduler.count - rows
     done = {e.request - first: e.done[0].ids for e in engine.run() if e.done is not None}
     return [done[i] for i in range(rows)]
 

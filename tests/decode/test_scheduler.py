@@ -1,0 +1,252 @@
+"""The scheduler alone, without a model: random operations beside a small model of what it promises."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from regard.cache import OutOfPages, Pool
+from regard.decode.lane import Lane, Slot
+from regard.decode.scheduler import Scheduler
+from regard.decode.settings import Event, Request, Settings
+
+
+class Counting(Lane):
+    """Rows that say how many tokens their texts have, in pages of books without memory."""
+
+    def _adopt(self, slot: Slot) -> None:
+        for key in self._adoptable(slot):
+            if key not in self.pool.published:
+                break
+            slot.pages.append(self.pool.published[key])
+            self.pool.hold(slot.pages[-1])
+            slot.row.keys.append(key)
+        slot.fed = len(slot.pages) * self.pool.page
+
+    def _reserve(self, slot: Slot, tokens: int) -> None:
+        while self.pool is not None and len(slot.pages) * self.pool.page < tokens:
+            slot.pages.append(self.pool.take())
+
+    def _read(self, group: list[tuple[Slot, int]]) -> None:
+        for slot, size in group:
+            slot.fed += size
+            if slot.fed == len(slot.text):
+                others, slot.siblings = [s for s in slot.siblings if not s.gone], []
+                for s in (slot, *others):
+                    self._reserve(s, len(s.text))
+                    s.fed, s.asked, s.fresh = len(s.text), 1, False
+                    self._say(s)
+
+    def _say(self, slot: Slot) -> None:
+        self.events += slot.row.say(slot.row.size, 0.0, [])
+
+    def step(self) -> None:
+        for slot in [s for s in self.slots if s.asked and not s.over]:
+            self._reserve(slot, slot.row.size)
+            self._say(slot)
+            if self.prefix:
+                self._publish(slot, slot.pages)
+
+    def _release(self, slot: Slot) -> None:
+        while slot.pages:
+            self.pool.drop(slot.pages.pop())
+
+
+class Fault(Exception):
+    """Planted."""
+
+
+def turn(scheduler: Scheduler, faulty: Callable[[], bool] | None = None) -> list[Event]:
+    """A step as the engine makes one. `faulty` says whether it raises."""
+    events = scheduler.expired()
+    for _, rows, keys in scheduler.admit():
+        pool: Any = scheduler.pool
+        lane = scheduler.lanes.get(0) or Counting(pool, scheduler.prefix, 16, scheduler.scores)
+        scheduler.enter(0, lane, rows, keys)
+    for lane in list(scheduler.lanes.values()):
+        for part in (lane.ask, lane.step):
+            while lane.slots:
+                try:
+                    part()
+                    break
+                except OutOfPages:
+                    scheduler.preempt_last()
+            said, lane.events = lane.events, []
+            events += said + scheduler.settle(lane)
+    if faulty is not None and faulty():
+        raise Fault
+    scheduler.judge()
+    return scheduler.done(events)
+
+
+@dataclass
+class Promise:
+    """Who runs, where only rows are short: the first by rank, as many as fit, and nobody of a later rank beside one
+    who waits."""
+
+    rows: int
+    waiting: list[Request] = field(default_factory=list)
+    running: list[Request] = field(default_factory=list)
+
+    def free(self) -> int:
+        return self.rows - sum(r.settings.rows for r in self.running)
+
+    def admit(self) -> None:
+        free = self.free()
+        for request in sorted(self.waiting, key=lambda r: r.rank):
+            while request.settings.rows > free:
+                later = [r for r in self.running if r.rank[:2] > request.rank[:2]]
+                if not later:
+                    break
+                last = max(later, key=lambda r: r.rank)
+                self.running.remove(last)
+                self.waiting.append(last)
+                free += last.settings.rows
+            if request.settings.rows > free:
+                break
+            free -= request.settings.rows
+        for request in sorted(self.waiting, key=lambda r: r.rank):
+            if request.settings.rows > self.free() and self.running:
+                break
+            self.waiting.remove(request)
+            self.running.append(request)
+
+    def over(self, number: int) -> None:
+        self.waiting = [r for r in self.waiting if r.number != number]
+        self.running = [r for r in self.running if r.number != number]
+
+
+def asked(rng: random.Random, most: int, longest: int, tokens: int) -> Request:
+    """A random request; texts begin alike at times."""
+    ids = [rng.randrange(3)] * rng.randint(1, longest)
+    samples = rng.randint(1, most) if rng.random() < 0.3 else 1
+    settings = Settings(
+        max_new_tokens=rng.randint(1, tokens), samples=samples, temperature=float(samples > 1)
+    )
+    return Request(ids, settings, priority=rng.choice((0, 0, 0, 1, 2)))
+
+
+def whole(request: Request) -> list[list[int]]:
+    """What its samples say, whenever they run."""
+    size, count = len(request.ids), request.settings.max_new_tokens
+    return [list(range(size, size + count))] * request.settings.samples
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_who_runs_is_who_the_ranks_say(seed: int) -> None:
+    """Where rows alone are short."""
+    rng = random.Random(seed)
+    scheduler, promise = Scheduler(4), Promise(4)
+    requests, done = dict[int, Request](), dict[int, Any]()
+    for _ in range(2500):
+        kind = rng.random()
+        if kind < 0.25 and len(promise.waiting) < 12:
+            request = asked(rng, 3, 20, 6)
+            requests[scheduler.submit(request)] = request
+            promise.waiting.append(request)
+        elif kind < 0.3 and requests:
+            number = rng.choice([*requests])
+            events = scheduler.done(scheduler.stop(number, "cancelled"))
+            assert len(events) == (number not in done)
+            done |= {event.request: event.done for event in events}
+            promise.over(number)
+        else:
+            promise.admit()
+            events = turn(scheduler)
+            now = {request.number for request in scheduler.running()}
+            ended = {event.request for event in events if event.done is not None}
+            assert now | ended == {request.number for request in promise.running}
+            assert sum(slot.times for slot in scheduler.slots()) <= scheduler.rows
+            for event in events:
+                if event.done is not None:
+                    assert [r.ids for r in event.done] == whole(requests[event.request])
+                    done[event.request] = event.done
+                    promise.over(event.request)
+        assert [r.number for r in scheduler.waiting] == [
+            r.number for r in sorted(promise.waiting, key=lambda r: r.rank)
+        ]
+    while not scheduler.idle:
+        done |= {e.request: e.done for e in turn(scheduler) if e.done is not None}
+    assert done.keys() == requests.keys()
+    assert not (scheduler.resumed or scheduler.finished or scheduler.deadlines)
+
+
+def balanced(pool: Pool, slots: Sequence[Slot]) -> None:
+    """Every page is held by whom its books say, or by nobody."""
+    held = [0] * len(pool.users)
+    for page in (page for slot in slots for page in slot.pages):
+        held[page] += 1
+    assert held == pool.users
+    free = {*pool.unused} | {*pool.idle}
+    assert free == {page for page, users in enumerate(pool.users) if not users}
+    assert len(pool.unused) + len(pool.idle) == len(free)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_nothing_is_lost_where_pages_are_short_and_steps_raise(seed: int) -> None:
+    """Each request ends once, with the text that it has alone; pages are held by rows that run, or by nobody."""
+    rng = random.Random(100 + seed)
+    pool = Pool([], 32, 4)
+    scheduler = Scheduler(6, pool=pool, prefix=True)
+    requests, done = dict[int, Request](), dict[int, Any]()
+
+    def take(events: list[Event]) -> None:
+        for event in events:
+            if event.done is not None:
+                assert event.request not in done
+                done[event.request] = event.done
+
+    for _ in range(2500):
+        kind = rng.random()
+        if kind < 0.25 and len(scheduler.waiting) < 12:
+            request = asked(rng, 3, 24, 12)
+            requests[scheduler.submit(request)] = request
+        elif kind < 0.28 and requests:
+            take(scheduler.done(scheduler.stop(rng.choice([*requests]), "cancelled")))
+        elif kind < 0.31 and len(list(scheduler.running())) > 1:
+            scheduler.preempt_last()
+        else:
+            before = scheduler.snapshot()
+            said = {id(row): list(row.ids) for row, _ in before.lengths}
+            try:
+                take(turn(scheduler, lambda: rng.random() < 0.05))
+            except Fault:
+                scheduler.restore(before)
+                pool.clear()
+                assert all(row.ids == said[id(row)] for row, _ in before.lengths)
+                fault = scheduler.blame(short=rng.random() < 0.5)
+                if fault is not None:
+                    take(scheduler.done(scheduler.stop(fault, "error", "planted")))
+        balanced(pool, list(scheduler.slots()))
+        assert sum(slot.times for slot in scheduler.slots()) <= scheduler.rows
+        assert 1 <= scheduler.cap <= scheduler.rows
+        ranks = [request.rank for request in scheduler.waiting]
+        assert ranks == sorted(ranks)
+    for _ in range(3000):
+        take(turn(scheduler))
+        if scheduler.idle:
+            break
+    assert done.keys() == requests.keys() and pool.available == len(pool.users)
+    for number, results in done.items():
+        for result, ids in zip(results, whole(requests[number]), strict=False):
+            assert result.ids == ids[: len(result.ids)]
+            assert result.finish != "length" or result.ids == ids
+    assert not (scheduler.resumed or scheduler.finished or scheduler.deadlines)
+
+
+def test_rows_are_tried_apart_until_the_one_at_fault_is_alone() -> None:
+    scheduler, found = Scheduler(8), list[int | None]()
+    numbers = [scheduler.submit(Request([i], Settings(max_new_tokens=50))) for i in range(8)]
+    while not any(found):
+        before = scheduler.snapshot()
+        try:
+            turn(scheduler, lambda: numbers[5] in {r.number for r in scheduler.running()})
+        except Fault:
+            scheduler.restore(before)
+            found.append(scheduler.blame(short=False))
+    # Of eight, four, two and one.
+    assert found == [None, None, None, numbers[5]]
