@@ -206,7 +206,9 @@ def test_engine_reads_no_more_prompts_together_than_its_pages_hold(
     for prompt in prompts(rng.choices(range(1, 20), k=12), seed):
         engine.submit(request("gqa_rope", prompt, KINDS[seed % len(KINDS)]))
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_preempt", lambda: pytest.fail("a request was put back"))
+        patch.setattr(
+            engine.scheduler, "preempt_last", lambda: pytest.fail("a request was put back")
+        )
         engine.step()
     assert 0 < len(engine.waiting) < 12
     assert len(run(engine)) == 12

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.decode.lane import BROKEN, Slot
+from regard.decode.lane import BROKEN, Slot, State
 from regard.decode.sampling import RENORMALIZE, RULES, Columns, adjusted, ruled, used_by
 from regard.decode.settings import Request, Result, Settings
 from regard.kernels.c.rows import choose as best_of
@@ -271,7 +271,7 @@ class Search:
 
     def keep(self) -> None:
         """Without those that are gone."""
-        kept = [i for i, group in enumerate(self.groups) if not group.gone]
+        kept = [i for i, group in enumerate(self.groups) if group.state is not State.FINISHED]
         at = torch.tensor(kept, dtype=torch.long)
         self.groups = [self.groups[i] for i in kept]
         self.state = self.state.each(lambda x: x[at.to(x.device)])

@@ -63,7 +63,8 @@ class Engine:
         )
         if draft is not None:
             check_draft(draft, model)
-        self.model, self.backend, self.draft = model, backend, draft
+        self.model, self.rows = model, rows
+        self.backend, self.draft = backend, draft
         self.longest = context_of(model)
         self.modules = [*model.modules(), *(draft.modules() if draft is not None else ())]
         self.specs = model.cache_specs()
@@ -323,7 +324,7 @@ class Engine:
         if shape is None:
             return self.slots
         if shape not in self.searches:
-            count = max(1, self.scheduler.rows // shape.beams)
+            count = max(1, self.rows // shape.beams)
             search = search_of(self.slots.runner, shape, count)
             self.searches[shape] = SearchLane(search, self.prefix, self.chunk, self.scores)
         return self.searches[shape]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from regard.attention.protocol import Context
 from regard.cache import OutOfPages, Pool
-from regard.decode.lane import BROKEN, NOTHING, SLICE, Lane, Row, Scores, Slot, unscored
+from regard.decode.lane import BROKEN, NOTHING, SLICE, Lane, Row, Scores, Slot, State, unscored
 from regard.decode.sampling import (
     MASK,
     MOST_ENDS,
@@ -46,7 +46,8 @@ from regard.fast.cuda.prompts import RECORDED, Pack, Part, flat, sizes_of, two, 
 from regard.fast.cuda.record import Recorder, send
 from regard.kernels.triton.linear import MOST
 from regard.kernels.triton.measured import put_off, unmeasured
-from regard.kernels.triton.sample import State, advance, best, greedy_advance
+from regard.kernels.triton.sample import State as DeviceState
+from regard.kernels.triton.sample import advance, best, greedy_advance
 from regard.mask import Causal, Full, Span
 from regard.models.base import Model, border
 from regard.models.embedding import Patches, context
@@ -100,7 +101,7 @@ class Runner:
         def zeros(*shape: int, kind: torch.dtype = torch.long) -> Tensor:
             return torch.zeros(*shape, dtype=kind, device=self.device)
 
-        self.state = State(
+        self.state = DeviceState(
             ids=zeros(rows),
             pos=zeros(rows),
             count=zeros(rows),
@@ -581,7 +582,7 @@ class SlotLane(Lane):
         slot.fed = len(slot.pages) * self.pool.page
 
     def _release(self, slot: Slot) -> None:
-        if not slot.away:
+        if slot.state is not State.DRAINING:
             self._leave(slot)
         self._vacate(slot.pages)
 
@@ -595,7 +596,7 @@ class SlotLane(Lane):
 
     def _leave(self, slot: Slot) -> None:
         """Its place is free for what is launched from now on."""
-        slot.away = True
+        slot.state = State.DRAINING
         self._forget(slot)
         if slot.memory is not None:
             slot.memory.homes = [i for i in slot.memory.homes if i not in slot.homes]
@@ -621,7 +622,10 @@ class SlotLane(Lane):
         self._land()
         self._know()
         room, vocab = self.runner.columns.room(), self.runner.columns.vocab
-        for slot in (s for s in masked if not s.row.finish and not (s.asked and s.fresh)):
+        for slot in masked:
+            # What follows a first token is asked when the host has read it.
+            if slot.row.finish or (slot.asked and slot.state is State.PREFILL):
+                continue
             slot.row.allowed(room[slot.index], vocab)
 
     def _know(self) -> None:
@@ -670,7 +674,7 @@ class SlotLane(Lane):
     def _read(self, group: list[tuple[Slot, int]]) -> None:
         parts, through, shares = [], [], list[tuple[Slot, Slot, int]]()
         for slot, size in group:
-            end, others = slot.fed + size, [s for s in slot.siblings if not s.gone]
+            end, others = slot.fed + size, slot.going()
             writers = [slot, *others] if end == len(slot.text) else []
             parts.append(self._part(slot, size, [(s.index, s.said) for s in writers]))
             through += writers
@@ -728,7 +732,8 @@ class SlotLane(Lane):
 
     def _launch(self) -> Flight | None:
         """The next round."""
-        live = [s for s in self.slots if s.asked and (s.left or s.fresh) and not s.row.finish]
+        wanted = [s for s in self.slots if s.left or s.state is State.PREFILL]
+        live = [s for s in wanted if s.asked and not s.row.finish]
         fed, self.fed = self.fed, set()
         if not live:
             self._place()
@@ -737,7 +742,7 @@ class SlotLane(Lane):
         lines, longest, used = [], 1, frozenset[str]()
         masked = [s for s in live if s.row.request.mask is not None]
         # What follows a first token is asked when the host has read it.
-        self.paused = any(s.fresh for s in masked)
+        self.paused = any(s.state is State.PREFILL for s in masked)
         if masked:
             steps, used = min(steps, 0 if self.paused else 1), frozenset({MASK})
         # Only the choice waits for masks: what was chosen is fed while the host asks for the next.
@@ -748,10 +753,10 @@ class SlotLane(Lane):
             last = 0 if early and took < slot.left else 1
             self._reserve(slot, len(slot.text) + slot.asked + took - last)
             used |= used_by(slot.row.request.settings, said, said + took - 1)
-            lines.append((slot, 0 if slot.fresh else 1, 1 + took))
+            lines.append((slot, 0 if slot.state is State.PREFILL else 1, 1 + took))
         self._place()
         # Rows that are through go on until the host has read it, and the kernels read as far as they are.
-        for slot in (s for s in self.slots if s.asked and not s.away):
+        for slot in (s for s in self.slots if s.asked and s.state is not State.DRAINING):
             slot.ran += steps
             longest = max(longest, len(slot.text) + slot.ran + 1)
         width = min(self.runner.rows, 1 << max(s.index for s in live).bit_length())
@@ -760,7 +765,8 @@ class SlotLane(Lane):
             self.runner.feed(width, *bounds)
         flight = self.runner.run(steps, width, *bounds, used), lines
         for slot, _, last in lines:
-            slot.asked, slot.fresh = slot.asked + last - 1, False
+            slot.asked += last - 1
+            slot.state = State.RUNNING
             if not slot.left:
                 self._leave(slot)
         if early and any(s.left for s in live):
@@ -780,7 +786,7 @@ class SlotLane(Lane):
         return far and max(SHORTEST, two(far))
 
     def _place(self) -> None:
-        busy = {slot.index for slot in self.slots if slot.asked and not slot.away}
+        busy = {s.index for s in self.slots if s.asked and s.state is not State.DRAINING}
         last = {(row, place): page for row, place, page in self.edits}
         edits = [(*at, page) for at, page in last.items()]
         self.runner.place(edits, [i for i in self.idle if i not in busy])
@@ -805,7 +811,7 @@ class SlotLane(Lane):
             for i, (token, logprob) in enumerate(
                 zip(tokens[index][first:last], logprobs[index][first:last], strict=True)
             ):
-                if slot.gone or row.finish:
+                if slot.state is State.FINISHED or row.finish:
                     break
                 if token < 0:
                     row.finish, row.error = "error", BROKEN
@@ -813,5 +819,5 @@ class SlotLane(Lane):
                         row.error = f"{BROKEN}, or {NOTHING}"
                 else:
                     self.events += row.say(token, logprob, listed[i] if count else [])
-            if self.prefix and not slot.gone and row.error is None:
+            if self.prefix and slot.state is not State.FINISHED and row.error is None:
                 self._publish(slot, slot.pages)

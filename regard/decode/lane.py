@@ -8,13 +8,14 @@ import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from regard.cache import Cache, Pool
-from regard.cache.base import State
+from regard.cache.base import State as Recurrent
 from regard.decode.settings import Event, Request, Result, Tops
 from regard.decode.speculate import Index
 
@@ -174,6 +175,17 @@ def unscored(request: Request, done: dict[int, Scores]) -> bool:
     return request.settings.prompt_logprobs and request.number not in done
 
 
+class State(Enum):
+    """How far a row in a lane has come. Requests in the queue have no rows in lanes."""
+
+    PREFILL = (
+        auto()
+    )  # its prompt is read, or its first token is not in a round that the host will read
+    RUNNING = auto()
+    DRAINING = auto()  # the device was asked for all its tokens, and another may have its place
+    FINISHED = auto()  # it has left its lane
+
+
 @dataclass(eq=False)
 class Slot:
     """A row and its place."""
@@ -186,9 +198,7 @@ class Slot:
     fed: int = 0  # tokens of the text
     asked: int = 0  # tokens the device was asked to choose
     ran: int = 0  # steps of the rounds since its prompt was read
-    fresh: bool = True  # its first token has not been read by the host
-    gone: bool = False
-    away: bool = False  # all its tokens were asked for, and another may have its place
+    state: State = State.PREFILL
     memory: Any = None  # what an encoder made of its source, in a graph
     # Samples that begin where the prompt is through.
     siblings: list[Slot] = field(default_factory=list)
@@ -198,7 +208,7 @@ class Slot:
     # wanted, and what was found.
     cache: Cache | None = None
     marks: list[int] = field(default_factory=list)
-    states: dict[bytes, list[State]] = field(default_factory=dict)
+    states: dict[bytes, list[Recurrent]] = field(default_factory=dict)
 
     @property
     def times(self) -> int:
@@ -208,6 +218,10 @@ class Slot:
     @property
     def over(self) -> bool:
         return bool(self.row.finish)
+
+    def going(self) -> list[Slot]:
+        """Samples that begin where its prompt is through."""
+        return [s for s in self.siblings if s.state is not State.FINISHED]
 
     @property
     def homes(self) -> list[int]:
@@ -294,11 +308,11 @@ class Lane:
         """These rows are over."""
         for slot in [self.slots[i] for i in index]:
             self.slots.remove(slot)
-            slot.gone = True
             self._release(slot)
+            slot.state = State.FINISHED
             # Another sample reads the prompt instead.
             if slot.fed < len(slot.text) and slot.siblings:
-                heir, *rest = [s for s in slot.siblings if not s.gone] or [slot]
+                heir, *rest = slot.going() or [slot]
                 heir.siblings = rest
 
     def _release(self, slot: Slot) -> None:
@@ -384,7 +398,7 @@ class Lane:
     def _score(self, slot: Slot) -> None:
         """Log probabilities of a prompt that have arrived; the one of its samples that has read it knows them."""
         request = slot.row.request
-        if not slot.gone and unscored(request, self.scores):
+        if slot.state is not State.FINISHED and unscored(request, self.scores):
             scores: Scores = [None], [[]]
             (logprobs, tops), count = scores, request.settings.top_logprobs
             for some, ids, best in slot.scored:  # (n), (n k), (n k)

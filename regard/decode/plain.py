@@ -20,7 +20,7 @@ from regard.cache import FIRST, Cache, CacheSpec, Contiguous, OutOfPages, Paged,
 from regard.decode.beam import Group, Search, Shape
 from regard.decode.check import written
 from regard.decode.graphs import source_size
-from regard.decode.lane import BROKEN, NOTHING, SLICE, Lane, Row, Scores, Slot, unscored
+from regard.decode.lane import BROKEN, NOTHING, SLICE, Lane, Row, Scores, Slot, State, unscored
 from regard.decode.sampling import MASK, RULES, TOPS, Columns, choose, ruled, scored, used_by
 from regard.decode.settings import Request, Result
 from regard.decode.speculate import Draft, padded
@@ -131,7 +131,7 @@ class PlainLane(Lane):
             slot.fed += size
             self._mark(slot, cache, i, size)
             if slot.fed == len(slot.text) - len(slot.row.ids) < len(slot.text):
-                for other in (s for s in slot.siblings if not s.gone):
+                for other in slot.going():
                     other.cache, other.fed = cache.fork(torch.tensor([i])), slot.fed
                 slot.siblings = []
         through = [i for i, slot in enumerate(slots) if slot.fed == len(slot.text)]
@@ -144,7 +144,7 @@ class PlainLane(Lane):
             if not through:
                 return
             cache = kept
-        writers = [[slots[i], *(s for s in slots[i].siblings if not s.gone)] for i in through]
+        writers = [[slots[i], *slots[i].going()] for i in through]
         counts = [sum(s.times for s in each) for each in writers]
         rows = [i for i, n in enumerate(counts) for _ in range(n)]
         if len(set(counts)) > 1:
@@ -206,7 +206,8 @@ class PlainLane(Lane):
     def _join(self, slots: list[Slot], cache: Cache) -> None:
         for slot in slots:
             self._score(slot)
-            slot.fed, slot.asked, slot.fresh, slot.cache = len(slot.text), 1, False, None
+            slot.fed, slot.asked = len(slot.text), 1
+            slot.state, slot.cache = State.RUNNING, None
         self.cache = self.cache.join(cache) if self.live else cache
         self._seat(self.live + slots)
         if self.draft is not None:
@@ -214,13 +215,14 @@ class PlainLane(Lane):
 
     def drop(self, index: list[int]) -> None:
         super().drop(index)
-        live = [slot for slot in self.live if not slot.gone]
+        live = [slot for slot in self.live if slot.state is not State.FINISHED]
         if len(live) == len(self.live):
             return
         rows = torch.tensor(places(self.live, live), dtype=torch.long, device=self.cache.device)
         self.cache = self.cache.take(rows)
         if self.draft is not None:
-            self.draft.keep([i for i, slot in enumerate(self.samples) if not slot.gone])
+            every = enumerate(self.samples)
+            self.draft.keep([i for i, slot in every if slot.state is not State.FINISHED])
         for search in self.searches.values():
             search.keep()
         self.searches = {shape: search for shape, search in self.searches.items() if search.groups}

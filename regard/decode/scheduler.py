@@ -22,7 +22,7 @@ from operator import attrgetter
 from typing import Any
 
 from regard.cache import Pool
-from regard.decode.lane import Lane, Row, Scores, Slot, page_keys, unscored
+from regard.decode.lane import Lane, Row, Scores, Slot, State, page_keys, unscored
 from regard.decode.settings import Event, Request, Result
 
 RANK = attrgetter("rank")
@@ -123,7 +123,8 @@ class Scheduler:
             self._make_room()
         rows, pages = self.room()
         # Keys of the pages that others will publish.
-        coming = {key for slot in self.slots() if slot.fresh for key in slot.keys}
+        reading = (slot for slot in self.slots() if slot.state is State.PREFILL)
+        coming = {key for slot in reading for key in slot.keys}
         for request in list(self.waiting):
             if self.trials and request.number not in self.trials[0]:
                 continue
@@ -201,7 +202,8 @@ class Scheduler:
     def room(self) -> tuple[int, int]:
         """Rows that are free, and pages. Every row that runs will soon want a page, and prompts that are read some:
         what is left is for those that come."""
-        taken = sum(slot.times for slot in self.slots() if self.careful or not slot.away)
+        draining = None if self.careful else State.DRAINING
+        taken = sum(slot.times for slot in self.slots() if slot.state is not draining)
         owed = taken + sum(lane.owed(self.source_pages) for lane in self.lanes.values())
         return self.cap - taken, 0 if self.pool is None else self.pool.available - owed
 

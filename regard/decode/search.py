@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from regard.decode.beam import Beams, Group, Rules, Shape, select
 from regard.decode.graphs import SHORTEST, Runner, SlotLane, by_token
-from regard.decode.lane import BROKEN, Lane, Row, Slot
+from regard.decode.lane import BROKEN, Lane, Row, Slot, State
 from regard.decode.sampling import used_by
 from regard.decode.settings import Request, Result, Settings
 from regard.fast.cuda import Pages
@@ -219,11 +219,11 @@ class SearchLane(SlotLane):
         self.flying = None
         if event is not None:
             event.synchronize()
-        for g in (g for g in groups if not g.gone):
+        for g in (g for g in groups if g.state is not State.FINISHED):
             rows = slice(g.index, g.index + 1)
             g.found = texts.each(lambda x, rows=rows: x[rows])
             g.row.error = BROKEN if bool(broken[g.index]) else None
-            g.closed, g.fresh = not bool(live[g.index]), False
+            g.closed, g.state = not bool(live[g.index]), State.RUNNING
             self._score(g)
             if self.prefix and g.row.error is None:
                 for number, key in zip(g.pages, g.keys, strict=False):

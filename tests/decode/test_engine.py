@@ -12,6 +12,7 @@ import torch
 
 from regard.cache import OutOfPages
 from regard.decode.engine import Engine
+from regard.decode.scheduler import Scheduler
 from regard.decode.settings import Event, Request, Settings
 from regard.errors import UsageError
 from tests.decode.tiny import (
@@ -103,13 +104,13 @@ def test_text_is_the_same_for_late_arrivals(name: str) -> None:
 def put_back(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The requests that were preempted, in order."""
     found: list[int] = []
-    preempt = Engine._preempt
+    preempt = Scheduler.preempt_last
 
-    def noted(self: Engine) -> None:
+    def noted(self: Scheduler) -> None:
         preempt(self)
         found.append(self.waiting[0].number)
 
-    monkeypatch.setattr(Engine, "_preempt", noted)
+    monkeypatch.setattr(Scheduler, "preempt_last", noted)
     return found
 
 

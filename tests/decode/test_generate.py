@@ -14,6 +14,7 @@ from regard.checkpoint.hf import Origin
 from regard.decode import generate as module
 from regard.decode.engine import Engine
 from regard.decode.generate import Job, Unanswered, engine_for, tokenizer_of, translating
+from regard.decode.scheduler import Scheduler
 from regard.decode.settings import Result
 from regard.errors import UsageError
 from regard.fast.cpu import prepare
@@ -242,7 +243,7 @@ def test_pages_are_enough_for_all_that_run_together(
     prompts, more = [[i + 1] * n for i, n in enumerate(sizes)], {"rows": rows, **how}
     want = regard.generate(model(name), prompts, **more)
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "_preempt", None)
+        patch.setattr(Scheduler, "preempt_last", None)
         assert [r.ids for r in regard.generate(model(name), prompts, layout="paged", **more)] == [
             r.ids for r in want
         ]

@@ -86,9 +86,15 @@ class Watched(Engine):
 
     preempted = 0
 
-    def _preempt(self) -> None:
-        self.preempted += 1
-        super()._preempt()
+    def __init__(self, model: Any, **options: Any) -> None:
+        super().__init__(model, **options)
+        preempt = self.scheduler.preempt_last
+
+        def noted() -> None:
+            self.preempted += 1
+            preempt()
+
+        self.scheduler.preempt_last = noted  # type: ignore[method-assign]
 
 
 @functools.cache

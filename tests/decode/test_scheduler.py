@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from regard.cache import OutOfPages, Pool
-from regard.decode.lane import Lane, Slot
+from regard.decode.lane import Lane, Slot, State
 from regard.decode.scheduler import Scheduler
 from regard.decode.settings import Event, Request, Settings
 
@@ -35,10 +35,10 @@ class Counting(Lane):
         for slot, size in group:
             slot.fed += size
             if slot.fed == len(slot.text):
-                others, slot.siblings = [s for s in slot.siblings if not s.gone], []
+                others, slot.siblings = slot.going(), []
                 for s in (slot, *others):
                     self._reserve(s, len(s.text))
-                    s.fed, s.asked, s.fresh = len(s.text), 1, False
+                    s.fed, s.asked, s.state = len(s.text), 1, State.RUNNING
                     self._say(s)
 
     def _say(self, slot: Slot) -> None:
