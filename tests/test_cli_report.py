@@ -11,7 +11,8 @@ from regard.checkpoint.hf import Origin
 from regard.cli.main import main
 from regard.data.tokens import Coder
 from regard.data.train_tokenizer import Recipe, train_tokenizer
-from regard.report.run import look, read
+from regard.report.folder import read
+from regard.report.run import look
 from regard.text import Tokenizer, needed
 from tests.look.synthetic import events, make
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from regard.cli.main import main
-from regard.report.run import read
+from regard.report.folder import read
 from regard.train.log import Log
 from regard.train.trainer import Progress
 from tests.test_cli_train import home as home

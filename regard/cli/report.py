@@ -18,7 +18,7 @@ from regard.files import write_whole
 from regard.see.format import strict
 
 if TYPE_CHECKING:
-    from regard.report.run import Run
+    from regard.report.folder import Run
 
 SCHEMA = 1
 PAGES, MARKDOWN = (".html", ".htm"), (".md", ".markdown")
@@ -53,7 +53,8 @@ class CompareOptions:
 
 
 def run(options: Options) -> int:
-    from regard.report.run import look, report, summary
+    from regard.report.folder import summary
+    from regard.report.run import look, report
 
     path, (record,) = opened(options.output, [options.run])
     if options.json:
@@ -69,7 +70,8 @@ def run(options: Options) -> int:
 
 
 def compare(options: CompareOptions) -> int:
-    from regard.report.run import comparison, differing, labels, summary, table
+    from regard.report.compare import comparison, differing, labels, table
+    from regard.report.folder import summary
 
     if len(options.runs) < 2:
         raise UsageError("compare needs two runs or more: regard compare runs/a runs/b")
@@ -88,7 +90,7 @@ def compare(options: CompareOptions) -> int:
 
 def opened(output: str | None, folders: Sequence[str]) -> tuple[Path | None, list[Run]]:
     """The file of --output, checked before any work is done for it, and the runs."""
-    from regard.report.run import read
+    from regard.report.folder import read
 
     endings = (*PAGES, *MARKDOWN)
     path = None if output is None else cli.output_file(output, endings, ".html or .md")

@@ -20,7 +20,7 @@ from regard.evaluate.run import evaluate
 from regard.machine import pick_device
 from regard.models import Model
 from regard.presets import build
-from regard.report.run import read as read_report
+from regard.report.folder import read as read_report
 from regard.text import needed
 from regard.train.build import make_model
 from regard.train.config import Config as RunConfig

@@ -29,17 +29,20 @@ Row = Sequence[object]
 NUMBER = re.compile(r"-|-?[\d,.]+(e-?\d+)?[kMBT]?(\u00a0±\u00a0[\d,.]+(e-?\d+)?)?|nan|inf|-inf")
 # Sizes of pictures are attributes of theirs.
 POLICY = "style-src-attr 'unsafe-inline'"
-# The mean width of a letter, points of a line, and where curves lie in their picture.
-LETTER, MOST = 7.2, 400
+# The mean width of a letter.
+LETTER = 7.2
+# At most so many points of a line.
+POINTS = 400
+# Where curves lie in their picture.
 BOX = {"left": 62.0, "right": 468.0, "bottom": 218.0, "width": 480.0, "height": 260.0}
 
 
 @dataclass(frozen=True)
 class Block:
     """A part of a page: heading, text, strong (what matters most), table, code, figures beside each
-    other, or thumbnails of them; and tables that HTML shows otherwise: tiles (a name, its value, more
-    about it) and cards (what was made of `text` at each step). `folded`: HTML shows it on request,
-    under this name."""
+    other, or thumbnails of them; and tables that HTML shows otherwise: tiles (a name, its value,
+    more about it) and cards (what was made of `text` at each step). `folded`: HTML shows it on
+    request, under this name."""
 
     kind: str
     text: str = ""
@@ -174,16 +177,17 @@ def lines(
     def path(points: Sequence[Point]) -> str:
         return " ".join(f"{xs(a):.1f},{ys(b):.1f}" for a, b in points)
 
-    curves, sentences = [], []
+    curves = []
+    sentences = []
     for i, each in enumerate(series):
         if each.points:
-            raw, drawn = thin(each.raw, MOST), thin(each.points, MOST)
+            raw, drawn = thin(each.raw, POINTS), thin(each.points, POINTS)
             dots = drawn if each.dots or len(drawn) == 1 else ()
             curves.append((i, path(raw), path(drawn), dots))
             sentences.append(_sentence(each.name, each.raw or each.points, x))
-    title, y = f"{title}: {'; '.join(sentences)}", y + (", log scale" if log else "")
-    box = {**BOX, "top": top}
-    return _draw("lines", title, x, y, box, xs, ys, legend, curves)
+    title = f"{title}: {'; '.join(sentences)}"
+    unit = y + (", log scale" if log else "")
+    return _draw("lines", title, x, unit, {**BOX, "top": top}, xs, ys, legend, curves)
 
 
 def _sentence(name: str, points: Sequence[Point], x: str) -> str:
@@ -197,11 +201,13 @@ def _sentence(name: str, points: Sequence[Point], x: str) -> str:
 def _legend(names: Sequence[str]) -> tuple[list[tuple[int, float, float, str]], float]:
     """Where the names of the curves stand, in as many rows as they need; and where the picture may
     begin."""
-    places, at, row = [], BOX["left"], 14.0
+    places = []
+    at, row = BOX["left"], 14.0
     for i, name in enumerate(clip(visible(name), 40) for name in names):
         width = 34 + LETTER * columns(name)
         if at > BOX["left"] and at + width > BOX["width"]:
-            at, row = BOX["left"], row + 18
+            at = BOX["left"]
+            row += 18
         places.append((i, at, row, name))
         at += width + 8
     return places, row + 12
@@ -216,12 +222,11 @@ def bars(rows: Sequence[tuple[str, float]], title: str, unit: str = "") -> str:
     most = max((value for _, value in rows), default=0.0) or 1.0
     sizes = [room * value / most for _, value in rows]
     title = f"{title}: {', '.join(f'{name} {value}' for name, value in zip(names, values))}"
-    drawn = list(zip(names, sizes, values))
-    return _draw("bars", title, BOX["width"], left, drawn)
+    return _draw("bars", title, BOX["width"], left, list(zip(names, sizes, values)))
 
 
 def heat(
-    weights: Sequence[Sequence[float]],
+    weights: Sequence[Sequence[float]] | np.ndarray,
     title: str,
     *,
     rows: Sequence[str] = (),
@@ -229,7 +234,8 @@ def heat(
 ) -> str:
     """An attention map. With names of the rows and of the columns (`across`) it is a picture to
     read, without them a thumbnail."""
-    values, cell = np.array(weights, float), 20
+    values = np.array(weights, float)
+    cell = 20
     tall, wide = values.shape
     side, head = ([clip(visible(name), 14) for name in names] for names in (rows, across))
     left, top = (14 + LETTER * max(map(columns, x)) if x else 0.0 for x in (side, head))
@@ -246,7 +252,9 @@ def thin(points: Sequence[Point], most: int) -> list[Point]:
     and both ends."""
     if len(points) <= most:
         return list(points)
-    inner, parts, chosen = points[1:-1], max((most - 2) // 2, 1), [points[0]]
+    inner = points[1:-1]
+    parts = max((most - 2) // 2, 1)
+    chosen = [points[0]]
     for i in range(parts):
         part = inner[i * len(inner) // parts : (i + 1) * len(inner) // parts]
         ends = {part.index(choose(part, key=lambda p: p[1])) for choose in (min, max)}

@@ -33,17 +33,19 @@ def small(text: str) -> str:
     return re.sub(r"e([+-])0+(?=\d)", lambda sign: "e" + sign[1].replace("+", ""), text)
 
 
-def short(value: float) -> str:
-    """3570 as 3.6k, 26.4M, 671B; below 1000 as `number` has it."""
+def short(value: float | None) -> str:
+    """3570 as 3.6k, 26.4M, 671B; below 1000, and for nothing, as `number` has it."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
+        if value is not None and abs(value) >= size:
             scaled = value / size
             return f"{scaled:.0f}{letter}" if abs(scaled) >= 99.95 else f"{scaled:.1f}{letter}"
     return number(value, 3)
 
 
-def span(seconds: float) -> str:
-    """344 as 5 min 44 s."""
+def span(seconds: float | None) -> str:
+    """344 as 5 min 44 s; - for nothing."""
+    if seconds is None:
+        return "-"
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = round(seconds)

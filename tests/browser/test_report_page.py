@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from regard.report.compare import comparison
+from regard.report.folder import read
 from regard.report.page import as_html
-from regard.report.run import Map, comparison, read, report
+from regard.report.run import Map, report
 from tests.browser.pages import contrast, opened, rgb
 from tests.look.synthetic import events, make
 

@@ -12,19 +12,10 @@ from typing import Any
 import pytest
 
 from regard.files import write_whole
+from regard.report.compare import comparison, differing, labels, table
+from regard.report.folder import Unreadable, read, summary
 from regard.report.page import as_html, as_markdown
-from regard.report.run import (
-    Map,
-    Unreadable,
-    comparison,
-    differing,
-    labels,
-    read,
-    report,
-    summary,
-    table,
-    toml,
-)
+from regard.report.run import Map, report, toml
 from regard.see.format import number
 from tests.look.synthetic import INFO, events, make, samples
 

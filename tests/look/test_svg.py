@@ -9,8 +9,8 @@ import zlib
 import pytest
 
 from regard.report import page as drawing
+from regard.report.folder import smooth
 from regard.report.page import Series, bars, heat, lines
-from regard.report.run import smooth
 from regard.see import format as show
 from regard.see.page import RAMPS, SERIES, table
 
