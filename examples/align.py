@@ -17,7 +17,7 @@ import torch
 import regard
 from regard.decode.generate import special_of, tokenizer_of
 from regard.files import resolve_model
-from regard.see.look import cross_site
+from regard.see.align import cross_site
 from regard.see.plots import alignment, links, save
 from regard.see.probe import Probe
 from regard.text import needed

@@ -22,7 +22,7 @@ from regard.cli.main import main as command
 from regard.decode.generate import special_of, tokenizer_of
 from regard.errors import UsageError
 from regard.recipes.dates import UNSEEN
-from regard.see.look import cross_site
+from regard.see.align import cross_site
 from regard.see.probe import Probe
 
 HOME = Path("runs") / "demo"

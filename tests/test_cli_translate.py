@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from tokenizers import models, pre_tokenizers, processors
 
 import regard
-from regard.see.look import source_words, target_words, word_numbers
+from regard.see.align import source_words, target_words, word_numbers
 from regard.text import Tokenizer, needed
 from tests.test_cli import HOME, Done, call, folder, process, put
 from tests.text import tiny

@@ -298,7 +298,7 @@ def translate(options: TranslateOptions) -> int:
     from regard.decode.settings import Result
     from regard.evaluate.model import check_reads_text
     from regard.models.embedding import context
-    from regard.see.look import align, cross_site
+    from regard.see.align import align, cross_site
     from regard.text import needed
 
     given = settings_in(options)

@@ -1,5 +1,4 @@
-"""What a model attends to while it reads a text or a picture, as data for a page or for pictures;
-and which words of a translation belong together.
+"""What a model attends to while it reads a text or a picture, as data for a page or for pictures.
 
 A view is a kind of attention that shares its tokens: of one tower `self`, of two `encoder`,
 `decoder` and `cross`. The first forward pools each head as soon as it is there, so that memory is
@@ -25,16 +24,16 @@ from regard.attention import DSA, GQA, MLA, DeltaRule
 from regard.block import Tower
 from regard.data.read import Pictures
 from regard.decode.generate import GREEDY, default_length, generate, special_of
-from regard.decode.settings import Result
 from regard.errors import DATA, UsageError, blaming
 from regard.models import Patches
 from regard.models.embedding import context
 from regard.see.probe import Probe, number_of
 from regard.text import Tokenizer, needed
 
-# Cells: of a pooled head's side at most; up to which every head is in full, every weight is there,
-# the asked head is; of all pooled heads together.
-SIDE, WHOLE, EVERY, ONE, THUMBS = 64, 1 << 19, 6 << 20, 1 << 21, 1 << 21
+# The longest side of a pooled head, and how many cells all of them together may have.
+SIDE, THUMBS = 64, 1 << 21
+# Up to so many cells every head is in full, every weight is there, the head that was asked for is in full.
+WHOLE, EVERY, ONE = 1 << 19, 6 << 20, 1 << 21
 TITLES = {"self": "Self-attention", "cross": "Cross-attention"}
 BLANK = " \n\r\t"
 MARKS = str.maketrans(dict(zip(BLANK, "␣⏎␍⇥")) | {"▁": "␣", "Ġ": "␣", "Ċ": "⏎"})
@@ -45,12 +44,12 @@ P = TypeVar("P", bound=Probe)
 
 @dataclass(frozen=True)
 class Full:
-    """A head (t s) with the steps to its weights. `raw`: q.k before scale and mask, where scores
-    are such products."""
+    """A head (t s) with the steps to its weights. `score`: -inf where it is masked. `norm` (s): the
+    lengths of the values. `raw`: q.k before scale and mask, where scores are such products."""
 
     weight: np.ndarray
-    score: np.ndarray  # -inf: masked
-    norm: np.ndarray  # (s): lengths of the values
+    score: np.ndarray
+    norm: np.ndarray
     raw: np.ndarray | None = None
 
     @property
@@ -70,7 +69,7 @@ class Pooled:
 @dataclass(frozen=True)
 class Layer:
     """`mean` of the heads, where they are pooled. The rest says how scores are made, where a head
-    is in full."""
+    is in full; `summed`: weights are 1, not shares of 1; `sparse`: keys are chosen for each query."""
 
     number: int
     site: str
@@ -80,17 +79,18 @@ class Layer:
     biased: bool = False
     capped: bool = False
     sinks: bool = False
-    summed: bool = False  # weights are 1, not shares of 1
-    sparse: bool = False  # keys are chosen for each query
+    summed: bool = False
+    sparse: bool = False
 
 
 @dataclass(frozen=True)
 class Picture:
-    """The image that was read, bytes (size size 3), and how it was cut."""
+    """The image that was read, bytes (size size 3), and how it was cut: into patches of so many
+    pixels, with `extra` tokens before them."""
 
     pixels: np.ndarray
     patch: int
-    extra: int  # tokens before the patches
+    extra: int
 
 
 @dataclass(frozen=True)
@@ -166,8 +166,10 @@ def look(
     by default what it writes by itself. `layer` and `head` are shown first. `compared`: another
     model reads the same."""
     first = getattr(model.config, "source" if model.reads_source else "embedding", None)
-    sees, shown = isinstance(first, Patches), image is not None
-    kind, alike = "pictures" if sees else "text", "give --compare two models that read the same"
+    sees = isinstance(first, Patches)
+    shown = image is not None
+    kind = "pictures" if sees else "text"
+    alike = "give --compare two models that read the same"
     aligns = f"--target asks how words align, and {name} has no cross-attention"
     wrong = (
         (target is not None and not model.reads_source, f"{aligns}; leave --target out"),
@@ -201,13 +203,13 @@ def _given(
     image: str | None,
     target: str | None,
 ) -> Given:
-    device, config = next(model.parameters()).device, model.config
-    ids, picture = list[int](), None
+    device = next(model.parameters()).device
+    ids: list[int] = []
     if isinstance(first, Patches):
         x, picture = read_picture(first, model.origin, Path(image or ""))
         given = Given(x.to(device), patches(first), picture=picture)
     else:
-        ids = fits(needed(tokenizer).encode(text), config, first, "the text")
+        ids = fits(needed(tokenizer).encode(text), model.config, first, "the text")
         given = Given(torch.tensor([ids], device=device), names(tokenizer, ids))
     if not model.reads_source:
         return given
@@ -219,7 +221,7 @@ def _given(
         written = generate(model, [ids] if ids else given.ids, **how)[0].ids
         if not written:
             raise UsageError("the model wrote nothing; give what it should write: --target TEXT")
-    written = fits(written, config, getattr(config, "target", None), "the target")
+    written = fits(written, model.config, getattr(model.config, "target", None), "the target")
     return writing(model, tokenizer, given, written)
 
 
@@ -227,8 +229,9 @@ def writing(model: Any, tokenizer: Tokenizer | None, source: Given, written: lis
     """What an encoder-decoder reads while it writes these tokens: the source, and each token
     before, behind the one that starts."""
     fed = [special_of(model).start or 0, *written[:-1]]
-    ids, told = torch.tensor([fed], device=source.ids.device), names(tokenizer, written)
-    return Given(ids, names(tokenizer, fed), source.ids, source.fed, told, source.picture)
+    ids = torch.tensor([fed], device=source.ids.device)
+    target = names(tokenizer, written)
+    return Given(ids, names(tokenizer, fed), source.ids, source.fed, target, source.picture)
 
 
 def names(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[str]:
@@ -260,8 +263,8 @@ def read_picture(wanted: Patches, origin: Any, path: Path) -> tuple[Tensor, Pict
 
 
 def named(tokenizer: Tokenizer, index: int) -> str:
-    """A token as people would write it, with its spaces as ␣; as the vocabulary does where it is part of
-    a letter."""
+    """A token as people would write it, with its spaces as ␣; as the vocabulary does where it is
+    part of a letter."""
     text = tokenizer.decode([index], skip_special=False)
     bare = text.strip(BLANK)
     if text and not bare:
@@ -285,7 +288,8 @@ def patches(wanted: Patches) -> list[str]:
 def shape(view: View, mechanism: str) -> str:
     heads = sorted({len(layer.heads) for layer in view.layers})
     count = "–".join(map(str, dict.fromkeys((heads[0], heads[-1]))))
-    layers, each = len(view.layers), "head" if count == "1" else "heads"
+    layers = len(view.layers)
+    each = "head" if count == "1" else "heads"
     text = f"{view.title.lower()}: {layers} layer{'s' * (layers > 1)} of {count} {each}"
     return f"{text} ({mechanism})" if mechanism else text
 
@@ -328,13 +332,14 @@ def trace(
     def run(probe: P) -> P:
         return watched(model, given, probe)
 
-    pools, full, extra = run(Pools(SIDE)), None, 1
+    pools = run(Pools(SIDE))
     sizes = pools.sizes
     _check(sizes, layer, head)
     cells = sum(h * t * s for h, t, s in sizes.values())
     if cells <= WHOLE:
-        full = run(Steps())
-    elif cells <= EVERY:
+        return exact(model, given)
+    extra = 1
+    if cells <= EVERY:
         pools = run(Pools(max(max(t, s) for _, t, s in sizes.values())))
     else:
         while sum(h for h, _, _ in sizes.values()) * (SIDE // extra) ** 2 > THUMBS:
@@ -342,15 +347,12 @@ def trace(
 
     views: dict[str, View] = {}
     for site, (_, *size) in sizes.items():
-        name, rows, columns = view_of(site), *_sides(given, view_of(site), size)
         down, across = pools.step(site)
-        step = (1, 1) if full else (down * extra, across * extra)
-        picture = None if name == "decoder" else given.picture
-        view = views.setdefault(name, View(name, rows, columns, [], step, picture))
+        view = _view_of(given, site, size, step=(down * extra, across * extra))
         *heads, mean = pools.pooled(site, extra)
         one = Layer(number_of(site) or 0, site, heads, mean)
-        view.layers.append(full.filled(one) if full else one)
-    for view in () if full else views.values():
+        views.setdefault(view.name, view).layers.append(one)
+    for view in views.values():
         at, which, *_ = telling(view, layer, head)
         if len(view.rows) * len(view.columns) <= ONE:
             view.layers[at] = run(Steps([view.layers[at].site], [which])).filled(view.layers[at])
@@ -370,21 +372,20 @@ def exact(
     """The views on one input with these layers, heads and rows alone (None: all), each of them in
     full; more than `most` cells are refused before they are made."""
     probe = watched(model, given, Steps(layers, heads, rows, most=most))
-    found: dict[str, View] = {}
+    views: dict[str, View] = {}
     for site, (_, *size) in probe.sizes.items():
-        name, (down, across) = view_of(site), _sides(given, view_of(site), size)
         numbers = [i for i in range(size[0]) if rows is None or i in rows]
         if numbers:
-            some = View(name, [down[i] for i in numbers], across, [], numbers=numbers)
+            view = _view_of(given, site, size, numbers=numbers)
             layer = probe.filled(Layer(number_of(site) or 0, site, []))
-            found.setdefault(name, some).layers.append(layer)
-    if not found:
+            views.setdefault(view.name, view).layers.append(layer)
+    if not views:
         sites = ", ".join(probe.sites) or "no attention"
         raise UsageError(
             f"there are no rows {rows} in layers {layers or 'of any number'}; rows count from 0, "
             f"and this model has {sites}"
         )
-    return list(found.values())
+    return list(views.values())
 
 
 def watched(model: Any, given: Given, probe: P) -> P:
@@ -394,30 +395,30 @@ def watched(model: Any, given: Given, probe: P) -> P:
     return probe
 
 
-def view_of(site: str) -> str:
-    """The view that shows a place: 3.self -> self, decoder.3.cross -> cross, decoder.3.self ->
-    decoder."""
+def _view_of(
+    given: Given, site: str, size: Sequence[int], numbers: Sequence[int] = (), **more: Any
+) -> View:
+    """The view that shows a place (3.self: self, decoder.3.cross: cross, decoder.3.self: decoder),
+    without layers; `numbers`: some of its rows alone. A recurrent model's memory may have more
+    tokens than were named, or less."""
     tower, _, kind = ("", *site.split("."))[-3:]
-    return kind if kind == "cross" or not tower else tower
-
-
-def _sides(given: Given, view: str, size: Sequence[int]) -> tuple[list[str], list[str]]:
-    """Names of the rows and of the columns. A recurrent model's memory may have more tokens than
-    were named, or less."""
+    name = kind if kind == "cross" or not tower else tower
     sides = {"encoder": (given.source,) * 2, "cross": (given.written, given.source)}
     rows, columns = (
         [*names[:n], *map(str, range(len(names), n))]
-        for names, n in zip(sides.get(view, (given.fed,) * 2), size)
+        for names, n in zip(sides.get(name, (given.fed,) * 2), size)
     )
-    return rows, columns
+    rows = [rows[i] for i in numbers] if numbers else rows
+    picture = None if name == "decoder" else given.picture
+    return View(name, rows, columns, [], picture=picture, numbers=numbers, **more)
 
 
 def telling(
     view: View, layer: int | None = None, head: int | None = None
 ) -> tuple[int, int, int, int]:
-    """Where to look first: a layer's place in the view, a head, a row and a column. Of the heads that
-    are asked for, or of all, the weight that stands out most from what other rows give its column, so
-    that what every row reads counts little."""
+    """Where to look first: a layer's place in the view, a head, a row and a column. Of the heads
+    that are asked for, or of all, the weight that stands out most from what other rows give its
+    column, so that what every row reads counts little."""
     numbers = [each.number for each in view.layers]
     layers = [numbers.index(layer)] if layer in numbers else range(len(numbers))
     places = [
@@ -440,12 +441,13 @@ def telling(
 
 
 def _standing_out(view: View, cells: np.ndarray) -> np.ndarray:
-    """By how much each weight is above the mean of the others in its column. What is rarely worth a look gets -1,
-    as long as something is left: the first key, in a text a token itself and its neighbours, what is
-    not a word; of a picture all but what its class token reads of patches."""
+    """By how much each weight is above the mean of the others in its column. What is rarely worth a
+    look gets -1, as long as something is left: the first key, in a text a token itself and its
+    neighbours, what is not a word; of a picture all but what its class token reads of patches."""
     seen = cells > 0
     stands = cells - (cells.sum(0) - cells) / np.maximum(seen.sum(0) - seen, 1)
-    dull, (rows, columns) = np.zeros(cells.shape, bool), cells.shape
+    rows, columns = cells.shape
+    dull = np.zeros(cells.shape, bool)
     dull[:, 0] = True
     if view.picture is not None:
         dull[:, : view.picture.extra] = True
@@ -484,7 +486,9 @@ class Pools(Probe):
 
     def __init__(self, side: int) -> None:
         super().__init__(reduce=self._pool)
-        self.side, self.done, self.sum = side, 0, torch.empty(0)
+        self.side = side
+        self.done = 0
+        self.sum = torch.empty(0)
 
     def step(self, site: str) -> tuple[int, int]:
         """Tokens down and across that a cell stands for."""
@@ -500,7 +504,8 @@ class Pools(Probe):
     def _pool(self, a: Tensor) -> Tensor:
         # The place that is being watched.
         site = next(reversed(self.sizes))
-        first, count, step = a.new_zeros(*a.shape[:3], 1), self.sizes[site][0], self.step(site)
+        count, step = self.sizes[site][0], self.step(site)
+        first = a.new_zeros(*a.shape[:3], 1)
         small = [_largest(first, a, *step)]
         self.sum = self.sum.add_(a) if self.done else a
         self.done = (self.done + 1) % count
@@ -537,86 +542,3 @@ class Steps(Probe):
         which = range(len(weight)) if self.heads is None else self.heads
         heads = dict(enumerate(layer.heads)) | dict(zip(which, map(Full, *arrays)))
         return replace(layer, heads=list(heads.values()), **self.how[layer.site])
-
-
-# --- words that belong together -------------------------------------------------------------------
-
-
-def cross_site(model: Any) -> str:
-    """The place of the last cross-attention, by the name a probe gives it."""
-    probe = Probe()
-    with torch.inference_mode():
-        one = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
-        model(one, source=one, probe=probe)
-    sites = [site for site in probe.maps if site.endswith(".cross")]
-    if not sites:
-        raise UsageError(
-            "--align reads cross-attention, and this model has none; leave --align out"
-        )
-    return sites[-1]
-
-
-@torch.inference_mode()
-def align(
-    model: Any, tokenizer: Tokenizer, site: str, line: str, result: Result
-) -> list[tuple[int, int]]:
-    """Pairs (source word, target word), both counted from 0 between spaces.
-
-    The finished target is fed once more; each of its tokens belongs to the source token that the
-    heads of the last cross-attention, on average, weigh most where that token is predicted. What is
-    outside words takes no part."""
-    if not result.ids:
-        return []
-    source, theirs = source_words(tokenizer, line)
-    ours = target_words(tokenizer, result.ids)
-    probe, device = Probe(layers=[site]), next(model.parameters()).device
-    fed = torch.tensor([[special_of(model).start or 0, *result.ids[:-1]]], device=device)
-    model(fed, source=torch.tensor([source], device=device), probe=probe)
-    weights = probe.maps[site][0][0].float().mean(0)  # t s
-    words = torch.tensor([-1 if w is None else w for w in theirs], device=weights.device)
-    if bool((words < 0).all()):
-        return []
-    best = words[weights.masked_fill(words < 0, -1.0).argmax(-1)].tolist()
-    return sorted({(s, t) for s, t in zip(best, ours, strict=True) if t is not None})
-
-
-def source_words(tokenizer: Tokenizer, line: str) -> tuple[list[int], list[int | None]]:
-    """The ids of a line, and for each the number of the word it comes from."""
-    ids, cutter = tokenizer.encode(line), tokenizer.parts.source or tokenizer.core
-    code = re.match(r">>.*?<<", line) if tokenizer.parts.source else None
-    start = code.end() if code else 0
-    encoding = cutter.encode(line[start:], add_special_tokens=tokenizer.parts.source is None)
-    numbers, words = word_numbers(line), list[int | None]([None] if code else [])
-    for (a, b), special in zip(encoding.offsets, encoding.special_tokens_mask, strict=True):
-        words.append(None if special else _last(numbers[a + start : b + start]))
-    # Marian's end is added apart.
-    return ids, words + [None] * (len(ids) - len(words))
-
-
-def target_words(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int | None]:
-    """The same for the ids of a text that the model wrote: a token that completes no character
-    belongs to the word of the next one that does."""
-    text = tokenizer.detokenizer()
-    pieces = [text.push(tokenizer.pieces([i])) for i in ids]
-    pieces[-1] += text.finish()
-    numbers, words, at = word_numbers("".join(pieces)), list[int | None](), 0
-    for i, piece in zip(ids, pieces, strict=True):
-        end = at + len(piece)
-        if tokenizer.pieces([i]) and not piece:
-            words.append(numbers[at] if at < len(numbers) else _last(numbers))
-        else:
-            words.append(_last(numbers[at:end]))
-        at = end
-    return words
-
-
-def word_numbers(text: str) -> list[int | None]:
-    """For each character the number of its word, None for spaces."""
-    numbers: list[int | None] = [None] * len(text)
-    for number, word in enumerate(re.finditer(r"\S+", text)):
-        numbers[word.start() : word.end()] = [number] * (word.end() - word.start())
-    return numbers
-
-
-def _last(numbers: Sequence[int | None]) -> int | None:
-    return next((n for n in reversed(numbers) if n is not None), None)

@@ -82,16 +82,14 @@ def document(
     **more: Any,
 ) -> str:
     """A page by the template of this name. Its style is colours.css, base.css and the sheet of its
-    own name; its policy allows this style and this script, by their hashes, pictures that are in the page, what
-    `policy` adds, and nothing else."""
+    own name; its policy allows this style and this script, by their hashes, pictures that are in
+    the page, what `policy` adds, and nothing else."""
     assert env.loader is not None
     sheets = [env.loader.get_source(env, f"{sheet}.css")[0] for sheet in ("colours", "base", name)]
     sheet = "\n".join([both(), *sheets])
     allowed = [f"style-src '{_hash(sheet)}'", "img-src data:", "base-uri 'none'"]
     allowed += [f"script-src '{_hash(script)}'"] if script else []
-    policy = "; ".join(
-        ["default-src 'none'", *allowed, "form-action 'none'", *filter(None, [policy])]
-    )
+    policy = "; ".join(["default-src 'none'", *allowed, "form-action 'none'", policy]).rstrip("; ")
     safe = {"policy": Markup(policy), "style": Markup(sheet), "script": Markup(script)}
     return env.get_template(f"{name}.html").render(title=title, **safe, **more)
 
@@ -185,7 +183,8 @@ def _maps(view: View, large: float = LARGE) -> dict[str, Any]:
 
 def _note(view: View) -> str:
     """What a reader must know of this view: what its rows are, and what is not there in full."""
-    notes, (down, across) = [], view.step
+    notes = []
+    down, across = view.step
     if view.name == "cross":
         notes.append("A row is named by the token that the model writes there.")
     if view.picture is not None:
@@ -219,7 +218,8 @@ def _layer(layer: Layer, large: float) -> dict[str, Any]:
 
 
 def _full(head: Full, large: float) -> dict[str, str]:
-    """Of a head with more than `large` cells a third: its weights are exp(score - total), with one total per row."""
+    """Of a head with more than `large` cells a third: its weights are exp(score - total), with one
+    total per row."""
     arrays = {"weight": head.weight, "score": head.score, "norm": head.norm, "raw": head.raw}
     if head.weight.size > large:
         at = head.weight.argmax(-1)[:, None]
@@ -250,7 +250,8 @@ def _text(array: np.ndarray) -> str:
 def table(scheme: str, signed: bool = False) -> np.ndarray:
     """All colours of a scheme, "light" or "dark", as bytes (256 3): masked, then the ramp."""
     stops = np.array(RAMPS[scheme]["signed" if signed else "plain"], float)
-    at, each = np.linspace(0, len(stops) - 1, 255), np.arange(len(stops))
+    at = np.linspace(0, len(stops) - 1, 255)
+    each = np.arange(len(stops))
     ramp = np.stack([np.interp(at, each, channel) for channel in stops.T], -1)
     return np.concatenate([RAMPS[scheme]["masked"], np.rint(ramp)]).astype(np.uint8)
 
@@ -270,15 +271,14 @@ def image(values: np.ndarray, scheme: str) -> str:
     browser nothing."""
     rows = levels(values)
     lines = np.pad(rows, ((0, 0), (1, 0))).tobytes()
-    header = struct.pack(">IIBBBBB", rows.shape[1], rows.shape[0], 8, 3, 0, 0, 0)
     chunks = {
-        b"IHDR": header,
+        b"IHDR": struct.pack(">IIBBBBB", rows.shape[1], rows.shape[0], 8, 3, 0, 0, 0),
         b"PLTE": table(scheme).tobytes(),
         b"IDAT": zlib.compress(lines),
         b"IEND": b"",
     }
     data = b"\x89PNG\r\n\x1a\n"
     for kind, body in chunks.items():
-        data += struct.pack(">I", len(body)) + kind + body
-        data += struct.pack(">I", zlib.crc32(kind + body))
+        check = zlib.crc32(kind + body)
+        data += struct.pack(">I", len(body)) + kind + body + struct.pack(">I", check)
     return "data:image/png;base64," + base64.b64encode(data).decode()

@@ -36,15 +36,15 @@ FONTS = ("DejaVu Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans Arabi
 FORMATS = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 # Columns of a token's label, labels of an axis, cells of a tile, and the gap between tiles.
 LONGEST, LABELS, TILE, GAP = 14, 80, 96, 0.08
-# Points of a token's label beside a tile.
+# The font size of a token's label beside a tile, in points.
 SMALL = 7
 # Rows and keys up to which each weight is written out, and each row's largest is marked.
 NUMBERS, PEAKS = 12, 64
 
 
 def pictures(path: Path, panel: Panel, what: str) -> list[Path]:
-    """All heads, or those of the layer that was asked for, or one head with its numbers; where there is
-    cross-attention, beside it the alignment by the layer that tells most."""
+    """All heads, or those of the layer that was asked for, or one head with its numbers; where there
+    is cross-attention, beside it the alignment by the layer that tells most."""
     view = max(panel.views, key=lambda view: view.name == "cross")
     at, which, *_ = telling(view, panel.layer, panel.head)
     layer = view.layers[at]
@@ -63,7 +63,8 @@ def pictures(path: Path, panel: Panel, what: str) -> list[Path]:
     if view.name == "cross" and single is not None:
         of = f"head {which}"
         if panel.head is None and len(full) == len(layer.heads):
-            single, of = torch.stack(full).mean(0), f"mean of {len(full)} heads"
+            single = torch.stack(full).mean(0)
+            of = f"mean of {len(full)} heads"
         drawn = alignment(single, view.columns, view.rows, f"{title}, {of}")
         paths.append(save(drawn, path.with_name(f"{path.stem}-alignment{path.suffix}")))
     return paths
@@ -71,7 +72,9 @@ def pictures(path: Path, panel: Panel, what: str) -> list[Path]:
 
 def _grid(panel: Panel, title: str) -> Figure:
     """The heads of every view, or of the layer that was asked for."""
-    maps, names, tokens = [], [], []
+    maps = []
+    names = []
+    tokens = []
     for view in panel.views:
         whole = view.step == (1, 1)
         for layer in view.layers:
@@ -115,13 +118,14 @@ def head_grid(
     tokens: Sequence[tuple[Names, Names]] = (),
     dark: bool = False,
 ) -> Figure:
-    """Every head as a tile, a row of tiles for each layer (`names`: what they are called; `tokens`: the
-    queries and keys of each). Queries go down and keys across in a tile; a weight of exactly 0, such
-    as of a later token, is grey."""
+    """Every head as a tile, a row of tiles for each layer (`names`: what they are called; `tokens`:
+    the queries and keys of each). Queries go down and keys across in a tile; a weight of exactly 0,
+    such as of a later token, is grey."""
     layers = [_checked(layer, 3) for layer in maps]
     if not layers:
         raise UsageError("there are no maps to draw; ask the probe for at least one layer")
-    tokens, columns = tokens or [(None, None)] * len(layers), max(len(layer) for layer in layers)
+    columns = max(map(len, layers))
+    tokens = tokens or [(None, None)] * len(layers)
     texts = [shown(token) for pair in tokens for side in pair for token in side or ()]
     side = min(2.2 if texts else 1.1, 11 / columns, 9 / len(layers))
     # What the longest token takes, in tiles; keys stand below the last row of tiles that has them.
@@ -130,9 +134,11 @@ def head_grid(
     last = [i for i, pair in enumerate(tokens) if pair[1] and pair[1] != below[i]]
     tops = [i + room * sum(at < i for at in last) for i in range(len(layers))]
     rows = len(layers) + room * len(last)
-    width, height = max(side * (columns + room), 2.5) + 1.9, max(side * rows, 1.2) + 1.2
+    width = max(side * (columns + room), 2.5) + 1.9
+    height = max(side * rows, 1.2) + 1.2
     page = sheet(width, height, dark=dark)
-    ax, most = page.axes[0], max(layer.max().item() for layer in layers)
+    ax = page.axes[0]
+    most = max(layer.max().item() for layer in layers)
     for i, layer in enumerate(layers):
         top, bottom = tops[i] + GAP / 2, tops[i] + 1 - GAP / 2
         for j, tile in enumerate(thumbnail(TILE)(layer)):
@@ -184,7 +190,8 @@ def alignment(
     rows, columns = weights.shape
     high = min(max(0.34 * max(rows, columns), 2.6), 11)
     page = sheet(2 * high * 0.75 + 5.2, high + 1.4, 2, dark=dark, ratios=(1.5, 1))
-    ax, right = page.axes[1], page.axes[1].twinx()
+    ax = page.axes[1]
+    right = ax.twinx()
     sources = [(i + 0.5) / columns for i in range(columns)]
     targets = [(i + 0.5) / rows for i in range(rows)]
     for link in links(weights, least):
@@ -212,7 +219,8 @@ def alignment(
 
 def _head(page: Sheet, weights: Tensor, tokens: Sequence[Names], names: tuple[str, str]) -> None:
     """A map in the first panel, with its queries and keys."""
-    ax, (rows, columns) = page.axes[0], weights.shape
+    ax = page.axes[0]
+    rows, columns = weights.shape
     image = page.image(ax, weights)
     page.dress(ax, *names)
     ax.xaxis.set_label_position("top")
@@ -291,7 +299,8 @@ class Sheet:
         `place`: left, right, bottom, top."""
         from matplotlib.colors import ListedColormap, Normalize, PowerNorm
 
-        scheme, most = "dark" if self.dark else "light", most or weights.abs().max().item() or 1.0
+        scheme = "dark" if self.dark else "light"
+        most = most or weights.abs().max().item() or 1.0
         how = {"extent": place, "interpolation": "nearest", "aspect": "equal"}
         if bool((weights < 0).any()):
             colours = ListedColormap(table(scheme, True)[1:] / 255)
@@ -304,13 +313,12 @@ class Sheet:
     def tokens(
         self, ax: Axes, tokens: Sequence[str], at: tuple[float, float], side: float, down: bool
     ) -> None:
-        """The tokens of a tile whose left upper (`down`) or left lower corner is there, beside or below
-        it; as many as have room where a tile is `side` inches wide."""
+        """The tokens of a tile whose left upper (`down`) or left lower corner is there, beside or
+        below it; as many as have room where a tile is `side` inches wide."""
         each = (1 - GAP) / max(len(tokens), 1)
         step = math.ceil(1.2 * SMALL / 72 / (each * side))
-        how: dict[str, Any] = {"ha": "right", "va": "center"}
-        if not down:
-            how = {"ha": "center", "va": "top", "rotation": 90}
+        turned = {"ha": "center", "va": "top", "rotation": 90}
+        how: dict[str, Any] = {"ha": "right", "va": "center"} if down else turned
         how |= {"fontsize": SMALL, "color": self.text, "parse_math": False}
         for i in range(0, len(tokens), step):
             x, y = (0.0, (i + 0.5) * each) if down else ((i + 0.5) * each, GAP / 4)
@@ -387,8 +395,8 @@ def _fonts() -> tuple[tuple[str, ...], tuple[Any, ...]]:
 
 
 def shown(token: str) -> str:
-    """A token as a label: spaces around it as ␣, line ends and tabs as arrows, short; letters that no
-    font here has as □."""
+    """A token as a label: spaces around it as ␣, line ends and tabs as arrows, short; letters that
+    no font here has as □."""
     token = token.translate({10: "↵", 13: "↵", 9: "⇥"})
     bare = token.strip(" ")
     before, after = token.split(bare, 1) if bare else (token, "")
@@ -419,7 +427,8 @@ def label(ax: Axes, which: str, labels: Sequence[str], places: Sequence[float]) 
             put(places[::step], labels[::step], rotation=turn, **how)
             if step >= len(labels) or not _crowded(ax, which):
                 return
-        step, turns = 2 * step, turns[-1:]
+        step *= 2
+        turns = turns[-1:]
 
 
 def _crowded(ax: Axes, which: str) -> bool:

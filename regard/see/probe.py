@@ -2,16 +2,16 @@
 read it afterwards.
 
     probe = Probe(layers=[0, "decoder.3.cross"], heads=[2], rows=[-1], what=("weight", "score"))
-    model(ids, cache=cache, probe=probe)           # any number of calls: a forward, decoding steps, training
+    model(ids, cache=cache, probe=probe)           # any number of calls: a forward, steps, training
     probe.maps["0.self"][0]                        # weights of the first call, (b h' t' s)
     probe.of("score")["0.self"][0]                 # another kind, of the same shape
-    generate(probe.on(model), prompts, beams=4)    # `on`: the model as it is, every call of it watched
+    generate(probe.on(model), prompts, beams=4)    # the model as it is, every call of it watched
 
-    "weight"  softmax(score): rows sum to 1, but for what a sink takes; of a sum 1 each; a row that sees nothing is 0
-    "score"   q.k times scale (or the layer's own score), softly capped, plus bias; -inf where hidden or not chosen
+    "weight"  softmax(score): rows sum to 1 less what a sink takes, to 0 if they see nothing; of a sum 1
+    "score"   scaled q.k or the layer's own score, capped, plus bias; -inf: hidden, or not chosen
     "norm"    weight times the length of the head's value vector: how much a key really gives
-    "chosen"  bool (b 1 t' s), keys inside the softmax: what the mask shows; of sparse attention the indexer's choice
-    "raw"     q.k alone, masked keys too; none of layers with a score of their own, and of sparse attention
+    "chosen"  bool (b 1 t' s), keys inside the softmax: by the mask, or the choice of a sparse indexer
+    "raw"     q.k alone, masked keys too; none where layers have their own score, or are sparse
 
 The maps are computed beside the kernel that computes the output (native steps of prepared models
 too), from the same q and k, in float32 at least: no logit and no gradient changes, nothing stays on
@@ -74,7 +74,8 @@ class Probe:
         self.heads = None if heads is None else sorted(set(heads))
         self.rows = None if rows is None else list(rows)
         self.what = (what,) if isinstance(what, str) else tuple(what)
-        self.reduce, self.most = reduce, most
+        self.reduce = reduce
+        self.most = most
         for kind in self.what:
             if kind not in KINDS:
                 raise UsageError(f"probe: there is no map {kind!r}; {nearest(kind, KINDS)}")
@@ -94,16 +95,17 @@ class Probe:
         many = ", ".join(self.sizes) or "nothing"
         return f"Probe({', '.join(said)}): saw {many}"
 
-    def at(self, site: str) -> Recorder | None:
-        """The recorder for a place, or None if its layer is not wanted."""
+    def at(self, site: str, batch: int | None = None) -> Recorder | None:
+        """The recorder for a place, or None if its layer is not wanted. `batch`: rows of the call."""
         if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
             raise UsageError(
                 "a probe would change the bits of compiled code; leave compile out to look inside"
             )
         self.sites[site] = None
         wanted = self.layers is None or not self.layers.isdisjoint((site, number_of(site)))
-        again = torch._C._current_graph_task_id() != -1  # a checkpointed block, computed once more
-        return Recorder(self, site) if wanted and not again else None
+        # A checkpointed block is computed once more in the backward pass.
+        again = torch._C._current_graph_task_id() != -1
+        return Recorder(self, site, batch) if wanted and not again else None
 
     def on(self, model: M) -> M:
         """A twin of the model, of the same weights, that shows every call to this probe: for
@@ -121,7 +123,8 @@ class Probe:
         self.sizes[site] = size
         cells = 0
         for h, t, s in self.sizes.values():
-            heads, rows = self.heads or range(h), range(t) if self.rows is None else self.rows
+            heads = self.heads or range(h)
+            rows = range(t) if self.rows is None else self.rows
             cells += len(heads) * len(rows) * s
         if cells > self.most:
             raise UsageError(
@@ -165,20 +168,17 @@ class _Call:
     batch: int
 
     def at(self, site: str) -> Recorder | None:
-        recorder = self.probe.at(site)
-        if recorder is not None:
-            recorder.batch = self.batch
-        return recorder
+        return self.probe.at(site, self.batch)
 
 
+@dataclass
 class Recorder:
-    """What the probe wants from one place."""
+    """What the probe wants from one place. `batch`: rows of the call, where they are known; beams
+    that share a source stand side by side as its queries."""
 
-    # Rows of the call, where they are known: beams that share a source stand side by side as its queries.
+    probe: Probe
+    site: str
     batch: int | None = None
-
-    def __init__(self, probe: Probe, site: str):
-        self.probe, self.site = probe, site
 
     @torch.no_grad()
     def see(
@@ -192,11 +192,13 @@ class Recorder:
         share = max(1, (self.batch or b) // b)
         rows = _repeat(self._rows(0, t // share, t // share), share, t // share)
         mask = _seen(mask, rows) if isinstance(mask, Visible) else _part(mask, 2, rows)
-        q, terms = _pick(q, 2, rows), _cut(terms, 2, rows)
+        q = _pick(q, 2, rows)
+        terms = _cut(terms, 2, rows)
 
         def compute(heads: Index) -> Kinds:
             """(b h (share t) s) -> ((b share) h t s)"""
-            maps, apart = self._maps(heads, q, k, v, mask, terms), (share, q.shape[2] // share)
+            maps = self._maps(heads, q, k, v, mask, terms)
+            apart = (share, q.shape[2] // share)
             if "raw" in self.probe.what and terms.score is None:
                 maps["raw"] = _scores(q, k[:, :, terms.sinks :], heads, Terms(1.0))
             return {
@@ -212,12 +214,14 @@ class Recorder:
     ) -> None:
         """A run of queries, each with the keys chosen for it. The maps stay k wide until the call
         is through."""
-        (b, n, _), (t, s) = where.chosen.shape, where.size
+        b, n, _ = where.chosen.shape
+        t, s = where.size
         self.probe._note(self.site, (q.shape[1], t, s), terms, sparse=True)
         rows = self._rows(where.rows.start, where.rows.stop, t)
         flat = _repeat(rows, b, n)
         q, k, v, mask = (_pick(x, 0, flat) for x in (q, k, v, mask))
-        heads, terms = self._heads(q.shape[1]), _cut(terms, 0, flat)
+        terms = _cut(terms, 0, flat)
+        heads = self._heads(q.shape[1])
         maps = self._maps(heads, q, k, v, mask, terms)
         # ((b n) h 1 k) -> (b h n k).
         apart = (b, len(q) // b)
@@ -228,7 +232,8 @@ class Recorder:
         if where.rows.stop < t:
             return
         runs = self.probe._waiting.pop(self.site)
-        chosen = torch.cat([chosen for _, chosen in runs], 1)[:, None]  # b 1 t' k
+        # b 1 t' k.
+        chosen = torch.cat([chosen for _, chosen in runs], 1)[:, None]
         maps = {kind: torch.cat([run[kind] for run, _ in runs], 2) for kind in maps}
 
         def place(one: Index) -> Kinds:
@@ -265,14 +270,18 @@ class Recorder:
         terms: Terms,
     ) -> Kinds:
         """The maps of these heads for queries q (b h t d) over keys k (b g s d)."""
-        what, (b, h, t), skip = self.probe.what, q.shape[:3], terms.sinks
-        x = _scores(q, k, heads, terms)  # b h' t s
+        what = self.probe.what
+        skip = terms.sinks
+        b, h, t = q.shape[:3]
+        # b h' t s.
+        x = _scores(q, k, heads, terms)
         with _no_autocast(q):
             mask = _part(mask, 1, heads)
             a = softmax(x, mask)[..., skip:] if {"weight", "norm"} & {*what} else x
             times = _part(terms.times, 1, heads)
             a = a if times is None else a * times
-            x, mask = x[..., skip:], None if mask is None else mask[..., skip:]
+            x = x[..., skip:]
+            mask = None if mask is None else mask[..., skip:]
             maps = {"weight": a}
             if "score" in what:
                 maps["score"] = x if mask is None else x.masked_fill(~mask, -torch.inf)
@@ -306,13 +315,14 @@ def thumbnail(size: int = 64) -> Callable[[Tensor], Tensor]:
     return lambda a: F.adaptive_max_pool2d(a, [min(size, n) for n in a.shape[-2:]])
 
 
-# --- the arithmetic -----------------------------------------------------------------------------------------------
+# --- the arithmetic -----------------------------------------------------------------------------
 
 
 def _scores(q: Tensor, k: Tensor, heads: Index, terms: Terms) -> Tensor:
     """Scores (b h' t s) of these heads before the mask; heads that share keys read them as they
     lie."""
-    (h, t), g = q.shape[1:3], k.shape[1]
+    h, t = q.shape[1:3]
+    g = k.shape[1]
     if terms.score is not None:
         # As the layer computes it, row by row: it may be wide inside.
         bare = Terms(terms.scale, score=terms.score)
@@ -352,7 +362,8 @@ def _wide(x: Tensor) -> Tensor:
 def _seen(mask: Visible, rows: Index) -> Tensor | None:
     """What these rows see: (b 1 t' s), or None for everything."""
     if rows is not None and len(rows) == 1:
-        mask, rows = mask.part(slice(rows[0], rows[0] + 1)), None
+        mask = mask.part(slice(rows[0], rows[0] + 1))
+        rows = None
     if mask.everything:
         return None
     return mask.tensor() if rows is None else mask.rows(torch.tensor(rows, dtype=torch.long))

@@ -21,7 +21,8 @@ from regard.decode.generate import special_of, translating
 from regard.decode.settings import Result
 from regard.errors import UsageError
 from regard.evaluate.model import Classifier, Embedder, Filler, embedded, grouped
-from regard.see.look import Given, align, cross_site, named
+from regard.see.align import align, cross_site
+from regard.see.look import Given, named
 from regard.see.page import maps as exact_maps
 from regard.see.probe import Probe
 from regard.serve import shapes
