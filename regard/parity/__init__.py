@@ -1,12 +1,12 @@
 """Bug or rounding? One model run in every way it can be run, each held against float64.
 
-    checks = parity(model)  # a list of Check: equal, rounding, tie or bug, and where the first bug is
+    checks = parity(model)    # a Check each: equal, rounding, tie or bug, and where
 
-Every run (alone, together, padded, chunk by chunk through a cache, by transformers) is recorded tensor by tensor
-(`Recorder`), each number at [row, position] of the text that the run reads: however a run is cut into rows, chunks,
-pages and padding, any two can be laid side by side. The oracle is the model itself in float64. Of each tensor that it
-computes it notes how far the run's own is off, and goes on with the run's (`Oracle`, regard.fast.watch): so an error
-shows where it is made and nowhere else. What rounding can do there tells it from a bug (`Envelope`).
+A run (alone, together, padded, in chunks through a cache, by transformers) is recorded tensor by
+tensor (`Recorder`), each number at [row, position] of the text: so any two runs can be laid side by
+side, however they were cut into rows, chunks, pages and padding. The oracle is the model itself in
+float64. It compares each tensor with the run's own and goes on with the run's (`Oracle`): so an
+error shows where it is made and nowhere else. The `Envelope` tells rounding from a bug.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def parity(
     sound: Model | None = None,
     only: Collection[str] = tuple(CHECKS),
 ) -> list[Check]:
-    """The checks of CHECKS (or `only` some) that this model and machine allow. `more`: runs made elsewhere ("packed",
-    "transformers"); `sound`: the model that the runs are held against, if it is not the one that runs."""
+    """The checks of CHECKS (or `only` some) that this model and machine allow. `more`: runs made
+    elsewhere ("transformers"); `sound`: the model to compare with, if it is not the one that runs."""
     rows = sample(model) if given is None else given
     truth = sound or model
     check_weights(truth)
@@ -89,7 +89,8 @@ def parity(
         return trace, judge(steps(wide, trace), envelopes[trace.form], name)
 
     def check(name: str, one: str, other: str) -> Check:
-        (a, first), (b, second) = judged(one), judged(other)
+        a, first = judged(one)
+        b, second = judged(other)
         # Rows that were added to share the others' first tokens come last.
         count = len(rows.ids)
         x, y = (each.tensors["logits"][:count] for each in (a, b))

@@ -13,22 +13,21 @@ from torch.utils._pytree import tree_iter
 
 from regard.kernels.linear import TILE, turned
 from regard.models import Model
-from regard.parity.oracle import NOTHING, SAFETY, Step, rms, steps, unit
+from regard.parity.oracle import NO_ERROR, SAFETY, Step, rms, steps, unit
 from regard.parity.runs import Runner
 from regard.parity.trace import Trace
 
-#
-# Each tensor y of a run is held against f(x) in float64, x being what the run itself had before: so f's own rounding
-# is all that may part them, and no error is counted twice. How much that is, the oracle is asked: f is computed again
-# in float64 with every sum, product and function in it off by a random relative error of at most u, the unit roundoff
-# of the run's dtype (operands of products and norms too, so that cancellation counts; those of a sum of n products by
-# u sqrt(n) / 8 where that is more, for its partial sums, which are float32 in every dtype, are rounded too). The
-# spread of the results, root mean square over the features of each token, is what rounding does to that token there;
-# SAFETY times it is the envelope. A bug is an error outside of it, and the first one is named.
-# In int8 the operands of linear layers are off by half a step of their tile's scale, too.
-
+# Each tensor y of a run is compared with f(x) in float64, where x is what the run itself had before:
+# so only f's own rounding may part them, and no error counts twice. To know how much that is, f is
+# computed again in float64 with a random relative error of at most u, the unit roundoff of the run's
+# dtype, in every sum, product and function. The operands of products and norms are off too, so that
+# cancellation counts; those of a sum of n products by u sqrt(n) / 8 where that is more, since partial
+# sums, float32 in every dtype, are rounded too. In int8 the operands of linear layers are also off by
+# half a step of their tile's scale. The spread of the results, root mean square over the features of
+# a token, is what rounding does there; SAFETY times it is the envelope. An error outside is a bug.
 SAMPLES = 4
-STEP = 1 / 254  # half a step, in units of the largest number of a tile
+# Half a step, in units of the largest number of a tile.
+STEP = 1 / 254
 EXACT = (
     *("embedding", "index", "index_select", "gather", "scatter", "cat", "stack", "clone", "copy_"),
     *("_to_copy", "masked_fill", "where", "relu", "neg", "abs", "clamp", "zeros", "ones", "full"),
@@ -36,28 +35,32 @@ EXACT = (
     *("new_zeros", "new_full", "new_empty", "index_put_", "sort", "arange", "repeat_interleave"),
     *("amax", "amin", "max", "flip", "scalar_tensor", "lift_fresh"),
 )
-PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "convolution": 1}  # operand that tells n
+# Which operand tells how many products are summed.
+PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "convolution": 1}
 SUMS = ("sum", "mean", "_softmax", "native_layer_norm", "_fused_rms_norm", "pow")
-CURVES = ("gelu", "silu")  # x times a number near 0 or 1: off by a share of x, not of the product
+# x times a number near 0 or 1: off by a share of x, not of the product.
+CURVES = ("gelu", "silu")
 
 
 class Rounding(TorchDispatchMode):
-    """Every float64 operation in here is off by a relative error drawn from -u .. u. `int8`: what matrices multiply
-    by has been rounded to 8 bits, and they too."""
+    """Every float64 operation in here is off by a relative error drawn from -u .. u. `int8`: both
+    operands of matrix products have been rounded to 8 bits."""
 
     def __init__(self, u: float, int8: bool = False):
         super().__init__()
-        self.u, self.int8, self.drawn = u, int8, torch.Generator().manual_seed(0)
+        self.u = u
+        self.int8 = int8
+        self.generator = torch.Generator().manual_seed(0)
 
     def noise(self, x: Tensor, u: float = 0.0) -> Tensor:
         u = max(u, self.u)
-        drawn = torch.rand(x.shape, generator=self.drawn, dtype=x.dtype)
+        drawn = torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
         return drawn.mul_(2 * u).add_(1 - u)
 
     def coarse(self, x: Tensor) -> Tensor:
         """x (n k) as after rounding by the scale of each tile."""
         step = turned(x).abs().amax(-1) * (STEP / 8)
-        off = torch.rand(x.shape, generator=self.drawn, dtype=x.dtype).mul_(2).sub_(1)
+        off = torch.rand(x.shape, generator=self.generator, dtype=x.dtype).mul_(2).sub_(1)
         return x + off * step.repeat_interleave(TILE, -1)[:, : x.shape[1]]
 
     def __torch_dispatch__(
@@ -67,7 +70,7 @@ class Rounding(TorchDispatchMode):
         if name in SUMS or name in PRODUCTS:
             partial = 0.0
             if name in PRODUCTS:
-                # What rounding the partial sums does: of x (.. n), or of a convolution's weights (out in h w).
+                # What rounding partial sums does: of x (.. n), or of a convolution (out in h w).
                 x = args[PRODUCTS[name]]
                 terms = x[0].numel() if x.dim() == 4 else x.shape[-1]
                 partial = unit(torch.float32) * math.sqrt(terms) / 8
@@ -90,8 +93,8 @@ def _wide(x: Any) -> bool:
 
 
 class Envelope:
-    """What rounding does to each tensor that a run has shown, and that it makes of the one shown before: learnt from
-    the oracle's own run. Where that takes all keys and the other run chooses, nothing is known of the choice."""
+    """What rounding does to each tensor that a run has shown, learnt from the oracle's own run. If
+    that takes all keys and the other run chooses some, nothing is known of the choice."""
 
     def __init__(self, model: Model, run: Trace):
         self.u = unit(run.dtype)
@@ -104,36 +107,39 @@ class Envelope:
         for a, b in zip(exact, drawn, strict=True):
             off = rms(a.value - b.value).unflatten(0, (SAMPLES, -1))
             spread = off.square().mean(0).sqrt()
-            # Errors of 8 bits are so large that few draws do not tell where a norm makes more of one.
+            # Errors of 8 bits are so large that few draws do not show where a norm magnifies one.
             self.spread[a.key] = spread.amax().expand_as(spread) if run.int8 else spread
 
     def ratio(self, step: Step) -> Tensor:
         """The error in units of what rounding may do: more than 1 is outside (rows, positions)."""
         least = max(self.u, step.unit) * rms(step.value)
-        allowed = SAFETY * torch.maximum(self.spread.get(step.key, NOTHING), least)
+        allowed = SAFETY * torch.maximum(self.spread.get(step.key, NO_ERROR), least)
         ratio = torch.where(step.error != 0, step.error / allowed, 0.0)
         return ratio.nan_to_num(nan=torch.inf)
 
 
 @dataclass(frozen=True)
 class Check:
-    """One run against another, or one alone (`judge`). `worst`: the largest error in units of the envelope; `where`:
-    its tensor, which for a bug or a tie is the first one outside. A tie: scores of an indexer are equal, and the runs
-    chose different keys among them; neither is wrong."""
+    """One run against another, or one alone (`judge`). `verdict`: equal, rounding, tie (an indexer
+    gives keys equal scores, and the runs chose different ones: neither is wrong) or bug.
+    `difference`: the largest between the answers. `worst`: the largest error in units of the
+    envelope; `where`: its tensor, of a bug or a tie the first one outside. `run`: which of both has
+    the bug, or chose other keys than ours."""
 
     name: str
-    verdict: str  # equal, rounding, tie, bug
-    difference: float  # the largest between the answers
+    verdict: str
+    difference: float
     worst: float
     where: str
-    run: str = ""  # which of both has the bug, or chose other keys than ours
+    run: str = ""
     row: int = 0
     position: int = 0
 
 
 def judge(steps: list[Step], envelope: Envelope, run: str = "") -> Check:
-    """What a run is worth: "rounding" and the place nearest to its envelope, or the first one outside."""
-    worst, where, tie = 0.0, "", None
+    """A run alone: "rounding" and the place nearest to its envelope, or the first one outside."""
+    worst = 0.0
+    where = tie = ""
     for step in steps:
         ratio = envelope.ratio(step)
         if step.tied is not None and bool((ratio[step.tied] > 1).any()):
@@ -144,5 +150,6 @@ def judge(steps: list[Step], envelope: Envelope, run: str = "") -> Check:
             row, position = divmod(int(ratio.argmax()), ratio.shape[1])
             return Check("", "bug", 0.0, most, step.name, run, row, position)
         if most >= worst:
-            worst, where = most, step.name
+            worst = most
+            where = step.name
     return Check("", "tie" if tie else "rounding", 0.0, worst, tie or where, run)

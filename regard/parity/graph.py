@@ -18,7 +18,8 @@ from regard.parity.trace import PAGE, Cells, Given, Recorder, Trace, trace_of
 
 
 class Forcing(Recorder):
-    """Notes the logits of the tokens `last`; what the engine gets instead leaves it no choice but the given ones."""
+    """Notes the logits of the tokens `last`, and gives the engine others instead, which leave it no
+    choice but the given tokens."""
 
     last = Cells([(0, 0, 1)])
 
@@ -32,8 +33,8 @@ class Forcing(Recorder):
 
 
 class GraphRun(Runner):
-    """The runner of an engine that is made to say the given tokens: every prompt is read once, and goes on as two
-    samples. On a GPU its steps run one by one, as they do elsewhere."""
+    """The runner of an engine that is made to say the given tokens: every prompt is read once, and
+    goes on as two samples. On a GPU its steps run one by one, as they do elsewhere."""
 
     def __init__(self, model: Model, given: Given):
         self.trace = trace_of(model, given, next(model.parameters()).dtype)
@@ -45,13 +46,16 @@ class GraphRun(Runner):
         self.engine = Engine(model, runner="graph", prefix=False, **how)
         lane = self.engine.slots
         assert lane is not None
-        made, self.slots, lane.runner = lane.runner, lane, self
+        made = lane.runner
+        self.slots = lane
+        lane.runner = self
         twin = watch(made.fast, self.watcher)
         super().__init__(model, made.pool, made.rows, made.length, fast=twin)
         self.graph = False
 
     def run_all(self) -> Trace:
-        given, half = self.trace.given, self.trace.size[0] // 2
+        given = self.trace.given
+        half = self.trace.size[0] // 2
         settings = Settings(self.trace.size[1] - given.common, samples=2, temperature=1.0)
         for row in range(half):
             source = None if given.source is None else given.source[row]
@@ -69,9 +73,10 @@ class GraphRun(Runner):
         return {i: row.request.number + half * row.sample for i, row in each}
 
     def hidden(self, ids: Tensor, pos: Tensor, pages: Any, *rest: Any) -> Any:
-        rows, pack = self.texts(), pages.pack
+        rows = self.texts()
+        pack = pages.pack
         if pack is None:
-            # What was chosen last is not given, and rows that are through go on with it.
+            # What was chosen last is not given, and finished rows go on with it.
             end = self.trace.size[1] - 1
             each = enumerate(zip(pages.live.tolist(), pos[:, 0].tolist(), strict=True))
             real = {i: p for i, (live, p) in each if live and i in rows and p < end}
@@ -89,11 +94,12 @@ class GraphRun(Runner):
 
     def remember(self, memories: Sequence[Any]) -> None:
         """Sources are encoded, some of them together."""
-        source, size = self.trace.given.source, self.trace.source
-        rows, b, s = [m.request.number for m in memories], len(memories), size
+        source = self.trace.given.source
+        rows = [m.request.number for m in memories]
+        b, s = len(rows), self.trace.source
         if source is not None and source.dim() == 2:
             b, s = two(b), up(s, 16)
-        cells = [(row, 0, size) for row in rows] + [(0, 0, 0)] * (b - len(rows))
+        cells = [(row, 0, self.trace.source) for row in rows] + [(0, 0, 0)] * (b - len(rows))
         self.watcher.source_cells = Cells(cells, s)
         super().remember(memories)
         self.watcher.all_read()

@@ -1,5 +1,5 @@
-"""What a run should have computed: the model in float64, fed with the run's own tensors, so that an error shows where
-it is made and nowhere else."""
+"""What a run should have computed: the model in float64, fed with the run's own tensors, so that an
+error shows where it is made and nowhere else."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ from regard.mask import Mask, Span, Visible
 from regard.models import Model
 from regard.parity.trace import Attended, Trace
 
-NOTHING = torch.zeros(1, 1)  # no error
-FP8 = 2.0**-4  # of float8 e4m3
-SAFETY = 12.0  # how much more than its spread rounding may do: see Envelope
+NO_ERROR = torch.zeros(1, 1)
+# The unit roundoff of float8 e4m3.
+FP8 = 2.0**-4
+# How much more than its spread rounding may do: see envelope.py.
+SAFETY = 12.0
 
 
 @dataclass
 class Step:
-    """One tensor of a run: its name, what it should be, how far it is off (rows, positions), and what it is measured by
-    (`key`). `tied` (rows, positions): where scores of an indexer tie, so that another choice is as right as ours."""
+    """One tensor of a run: its name, what it should be, how far it is off (rows, positions), and the
+    `key` of its spread. `unit`: a coarser rounding than the run's own. `tied` (rows, positions):
+    where scores of an indexer tie, so that another choice is as right as ours."""
 
     name: str
     value: Tensor
     error: Tensor
     key: str
-    unit: float = 0.0  # a coarser rounding than the run's own
+    unit: float = 0.0
     tied: Tensor | None = None
 
 
@@ -41,9 +44,11 @@ def oracle(model: Model, dtype: torch.dtype) -> Model:
 
 
 def steps(model: Model, trace: Trace, compared: bool = True) -> list[Step]:
-    """Every step of the run that `trace` recorded, in the order of the computation; `model` is its oracle. Where
-    nothing is to be `compared`, they hold values alone."""
-    watcher, given, more = Oracle(trace, compared), trace.given, {}
+    """Every step of the run that `trace` recorded, in the order of the computation; `model` is its
+    oracle. Where nothing is `compared`, they hold values alone."""
+    watcher = Oracle(trace, compared)
+    given = trace.given
+    more = {}
     if given.source is not None:
         more = {"source": given.source, "source_lengths": trace.source_lengths}
     y = watch(model, watcher)(given.ids, trace.lengths, **more, backend="reference")
@@ -60,22 +65,23 @@ class Oracle(Watcher):
     """Notes how far a run's tensors are off, and goes on with them."""
 
     def __init__(self, trace: Trace, compared: bool):
-        self.trace, self.compared = trace, compared
+        self.trace = trace
+        self.compared = compared
         self.steps: list[Step] = []
-        # The call whose attention is being computed, and the scores by which it had to choose its keys.
+        # The call whose attention is being computed, and the scores by which it chose its keys.
         self.call: Attended | None = None
         self.scores: list[Tensor] = []
-        # Where scores tie, in what was computed since the last tensor that is known, and its choices are not.
+        # Where scores tie, since the last tensor that is known, and what was chosen is not known.
         self.tied: Tensor | None = None
         self.near: list[Tensor] = []
 
     def see(self, name: str, x: Tensor, source: bool = False) -> Tensor:
-        """Compare with what was recorded, and go on with that; where nothing was, with what it should be."""
+        """Compare with what was recorded, and go on with that, or else with what it should be."""
         if name not in self.trace.tensors:
             return x
-        got, real, error = self.trace.tensors[name].view_as(x), self.trace.real[name], NOTHING
-        if self.compared:
-            error = torch.where(real, rms(got - x), 0.0)
+        got = self.trace.tensors[name].view_as(x)
+        real = self.trace.real[name]
+        error = torch.where(real, rms(got - x), 0.0) if self.compared else NO_ERROR
         tied, self.tied = self.tied, None
         if tied is not None and (name == "logits" or tied.shape != real.shape):
             # Other tokens than those whose blocks chose otherwise have seen what they gave.
@@ -86,7 +92,8 @@ class Oracle(Watcher):
 
     def mix(self, part: WatchedMechanism, step: Part, *args: Any) -> Tensor:
         """Call by call as the run made them, each with the keys that it had."""
-        calls, (q, kept, mask, ctx, _) = self.trace.calls.get(part.name), args
+        q, kept, mask, ctx, _ = args
+        calls = self.trace.calls.get(part.name)
         if calls is None:
             return self.alone(step, args, torch.ones(()))
         for key, value in kept.items():
@@ -94,10 +101,13 @@ class Oracle(Watcher):
             if self.compared:
                 self.compare(name, key, value, calls, mask.mask)
             elif name not in self.trace.tensors:
-                self.steps.append(Step(name, value.clone(), NOTHING, name))
-        parts, outputs, choices = q if isinstance(q, tuple) else (q,), [], []
+                self.steps.append(Step(name, value.clone(), NO_ERROR, name))
+        parts = q if isinstance(q, tuple) else (q,)
+        outputs = []
+        choices = []
         for call in calls:
-            self.call, self.scores = call, []
+            self.call = call
+            self.scores = []
             here = replace(ctx, pos=Span(call.cells.index), memory=None, memo={})
             seen = Visible(mask.mask, here.pos, Span(call.index))
             each = tuple(call.cells.take(x) for x in parts)
@@ -137,10 +147,11 @@ class Oracle(Watcher):
     def compare(
         self, name: str, key: str, value: Tensor, calls: list[Attended], mask: Mask
     ) -> None:
-        """Keys (or values, or latents) as attention had them, which with a cache is as they were read."""
+        """Keys (or values, or latents) as attention had them: with a cache, as they were read."""
         error = torch.zeros(value.shape[:2])
         for call in calls:
-            rows, size = call.cells.rows, call.held.shape[1] - 1
+            rows = call.cells.rows
+            size = call.held.shape[1] - 1
             off = rms(call.kept[key][:, :size] - value[rows, :size])
             off = torch.where(call.held[:, :size], off, torch.inf)
             seen = Visible(mask, Span(call.cells.index), Span(call.index)).tensor()
@@ -150,7 +161,7 @@ class Oracle(Watcher):
             error[rows, :size] = error[rows, :size].maximum(here)
         self.steps.append(Step(f"{name} read from the cache", value, error, name))
 
-    # --- choices: what was chosen is taken over, if it was the best up to rounding ----------------------------------
+    # --- choices: what was chosen is taken over, if it was the best up to rounding --------------
 
     def dense(self, step: Part, keys: int) -> bool:
         return step(keys) if self.call is None else self.call.chosen is None
@@ -182,8 +193,9 @@ class Oracle(Watcher):
             size = self.trace.source if part.source else self.trace.size[1]
             self.tie(self.close(scores.unflatten(0, (-1, size)), k))
             return step(scores, k)
-        real, chosen = self.trace.real[name], self.trace.tensors[name].long()
+        real = self.trace.real[name]
         value = scores.unflatten(0, real.shape)
+        chosen = self.trace.tensors[name].long()
         chosen = torch.where(real[..., None], chosen, step(scores, k).view_as(chosen))
         error = torch.where(real, regret(value, chosen, k), 0.0)
         value = value.masked_fill(value == -torch.inf, 0.0)
@@ -191,7 +203,7 @@ class Oracle(Watcher):
         return chosen.flatten(0, 1)
 
     def close(self, scores: Tensor, k: int) -> Tensor:
-        """Where the best that is left scores as much as the worst that is chosen, up to rounding: (... n) -> (...)."""
+        """(... n) -> (...): where the best score left is the worst chosen one, up to rounding."""
         best = scores.topk(min(k + 1, scores.shape[-1])).values
         there = best > -torch.inf
         much = SAFETY * unit(self.trace.dtype) * best.masked_fill(~there, 0.0).abs().amax(-1)
@@ -200,8 +212,8 @@ class Oracle(Watcher):
 
 
 def regret(scores: Tensor, chosen: Tensor, k: int) -> Tensor:
-    """How much better the best that was left is than the worst that was taken, or 0: (... n), (... k) -> (...).
-    Too few or too many are infinitely wrong; scores of -inf count as none."""
+    """(... n), (... k) -> (...): how much better the best that was left is than the worst that was
+    taken, or 0. Too few or too many are infinitely wrong; scores of -inf count as none."""
     taken = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, True)
     there = scores > -torch.inf
     worst = scores.masked_fill(~(taken & there), torch.inf).amin(-1)

@@ -25,7 +25,8 @@ from regard.models.inputs import random_inputs
 from regard.parity.graph import GraphRun
 from regard.parity.trace import PAGE, Cells, Given, Recorder, Trace, trace_of
 
-LEAST = 4  # tokens: a prompt, a chunk, a step
+# Tokens: enough for a prompt, a chunk and a step.
+LEAST = 4
 Run = Callable[[Given], Trace]
 
 
@@ -39,9 +40,6 @@ def runs_of(model: Model, given: Given) -> dict[str, Run]:
 
     def cached(layout: str, chunks: list[int], shuffled: bool = False) -> Run:
         return lambda g: Runner(model, g).cached(layout, chunks, shuffled)
-
-    def formed(form: str) -> Run:
-        return lambda g: Runner(Form(form).copy(model), g).alone()
 
     runs: dict[str, Run] = {
         "reference": lambda g: Runner(model, g, "reference").alone(),
@@ -61,8 +59,8 @@ def runs_of(model: Model, given: Given) -> dict[str, Run]:
             runs["paged"] = cached("paged", chunks, shuffled=True)
             if None not in model.windows():
                 runs["ring"] = cached("ring", [3] * (size // 3))
-    mechanisms = (m for m in model.modules() if isinstance(m, Mechanism))
-    runs |= {form: formed(form) for m in mechanisms for form in m.forms}
+    for form in (form for m in model.modules() if isinstance(m, Mechanism) for form in m.forms):
+        runs[form] = lambda g, form=form: Runner(Form(form).copy(model), g).alone()
     if next(model.parameters()).is_cpu:
         runs |= prepared_runs(model, size)
     # What is longer than the border of LongRoPE runs without a graph.
@@ -121,9 +119,11 @@ class Runner:
     """A run under way: calls of the model, and where their tokens belong."""
 
     def __init__(self, model: Model, given: Given, backend: str = "sdpa", *, watched: bool = True):
-        """Unless it is `watched`, the model runs as it is, and what it answers is all that is known."""
+        """Of a model that is not `watched` only its answers are known."""
         weight = next(model.parameters())
-        self.given, self.backend, self.device = given, backend, weight.device
+        self.given = given
+        self.backend = backend
+        self.device = weight.device
         self.trace = trace_of(model, given, weight.dtype)
         self.trace.int8 = getattr(model, "precision", "") == "int8"
         self.rows, self.size = self.trace.size
@@ -140,7 +140,8 @@ class Runner:
         **more: Any,
     ) -> None:
         """Feed tokens start .. start + size of these rows, padded to the longest."""
-        ids, source, recorder = self.given.ids[rows], self.given.source, self.recorder
+        ids, source = self.given.ids[rows], self.given.source
+        recorder = self.recorder
         recorder.cells = Cells([(row, start, n) for row, n in zip(rows, sizes, strict=True)])
         if ids.dim() == 2:
             ids = ids[:, start : start + max(sizes)]
@@ -167,15 +168,16 @@ class Runner:
 
     def together(self, cut: bool = False) -> Trace:
         """All rows in one batch, as long as each other or `cut` to different lengths."""
-        rows, trace, source = list(range(self.rows)), self.trace, self.given.source
-        lengths, sources = [self.size] * self.rows, [trace.source] * self.rows
+        trace, source = self.trace, self.given.source
+        lengths = [self.size] * self.rows
+        sources = [trace.source] * self.rows
         if cut:
             lengths = [max(1, n - n * i // (self.rows + 1)) for i, n in enumerate(lengths)]
             trace.lengths = torch.tensor(lengths)
         if cut and source is not None and source.dim() == 2:
             sources = [max(1, n - n * i // (self.rows + 1)) for i, n in enumerate(sources)][::-1]
             trace.source_lengths = torch.tensor(sources)
-        self.call(rows, 0, lengths, sources)
+        self.call(list(range(self.rows)), 0, lengths, sources)
         return trace
 
     def cache(self, layout: str, rows: int, chunk: int) -> Cache:
@@ -187,34 +189,43 @@ class Runner:
 
     def cached(self, layout: str, chunks: list[int], shuffled: bool = False) -> Trace:
         """All rows chunk by chunk; `shuffled`: rows trade places after each, as beams do."""
-        cache, start = self.cache(layout, self.rows, max(chunks)), 0
-        order, trade = list(range(self.rows)), [*range(1, self.rows), 0]
+        cache = self.cache(layout, self.rows, max(chunks))
+        start = 0
+        order = list(range(self.rows))
+        trade = [*order[1:], 0]
         sources: list[int] | None = [self.trace.source] * self.rows
         for size in chunks:
             self.call(order, start, [size] * self.rows, sources, cache=cache)
-            start, sources = start + size, None
+            start += size
+            sources = None
             if shuffled:
                 cache = cache.take(torch.tensor(trade, device=self.device))
                 order = [order[i] for i in trade]
         return self.trace
 
     def shared(self, steps: bool = False) -> Trace:
-        """Rows of `Given.shared`, over pages where the model has any: what two have in common is fed once, and both go
-        on with it, in full pages that they share and one that is partly filled. After one more token the second is
-        lost, and goes on as a copy of the first again, as beams do. The rest in one chunk, or in `steps`."""
-        half, common, order = self.rows // 2, self.given.common, list(range(self.rows))
+        """Rows of `Given.shared`, over pages where the model has any: what two have in common is fed
+        once, and both go on with it, in full pages that they share and one that is partly filled.
+        After one more token the second is lost, and goes on as a copy of the first again, as beams
+        do. The rest in one chunk, or in `steps`."""
+        half = self.rows // 2
+        common = self.given.common
+        order = list(range(self.rows))
         paged = any(spec.token for spec in self.model.cache_specs())
         cache = self.cache("paged" if paged else "contiguous", half, 1)
         copies = torch.tensor([row % half for row in order], device=self.device)
         self.call(order[:half], 0, [common - 1] * half, [self.trace.source] * half, cache=cache)
-        old, cache = cache, cache.fork(copies)
-        old.release()
+        forked = cache.fork(copies)
+        cache.release()
+        cache = forked
         self.recorder.all_read()
         # The lost ones read other tokens than those they are copies of.
-        ids, self.given = self.given.ids, replace(self.given, ids=self.given.ids.roll(1, 0))
-        self.given.ids[:half] = ids[:half]
+        given = self.given
+        self.given = replace(given, ids=given.ids.roll(1, 0))
+        self.given.ids[:half] = given.ids[:half]
         self.call(order, common - 1, [1] * self.rows, cache=cache)
-        self.given, cache = self.trace.given, cache.take(copies)
+        self.given = given
+        cache = cache.take(copies)
         left = self.size - common
         for size in [1] * left if steps else [1, left - 1]:
             if size:
@@ -225,16 +236,19 @@ class Runner:
 
 @torch.no_grad()
 def record(theirs: Any, ours: Model, given: Given) -> Trace:
-    """The same of a model of transformers, which is not imported here: row by row, what its blocks give, by hooks,
-    under our names. A LookupError says that it has no such blocks."""
-    trace, row = trace_of(ours, given, next(theirs.parameters()).dtype), 0
-    calls: dict[str, int] = {}
+    """A run of a model of transformers, which is not imported here: row by row, what its blocks
+    give, by hooks, under our names. A LookupError says that it has no such blocks."""
+    trace = trace_of(ours, given, next(theirs.parameters()).dtype)
+    row = 0
+    calls: Counter[str] = Counter()
 
     def noting(name: str, source: bool) -> Any:
         def note(module: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
-            first, last = args[0] if args else kwargs["hidden_states"], out
-            last, i = last[0] if isinstance(last, tuple) else last, calls.get(name, 0)
-            cells, calls[name] = Cells([(row, 0, last.shape[1])]), i + 1
+            first = args[0] if args else kwargs["hidden_states"]
+            last = out[0] if isinstance(out, tuple) else out
+            cells = Cells([(row, 0, last.shape[1])])
+            i = calls[name]
+            calls[name] += 1
             if i == 0:
                 trace.put(f"{name}embedding", first, cells, source)
             trace.put(f"{name}block {i} output", last, cells, source)
@@ -243,8 +257,8 @@ def record(theirs: Any, ours: Model, given: Given) -> Trace:
 
     with ExitStack() as hooks:
         for tower in ours.towers:
-            name, source = "" if tower == "tower" else f"{tower} ", tower == "encoder"
-            note = noting(name, source)
+            name = "" if tower == "tower" else f"{tower} "
+            note = noting(name, source=tower == "encoder")
             for layer in blocks_of(theirs, given, name.strip(), len(getattr(ours, tower).blocks)):
                 hooks.enter_context(layer.register_forward_hook(note, with_kwargs=True))
         for row in range(trace.size[0]):
@@ -254,8 +268,8 @@ def record(theirs: Any, ours: Model, given: Given) -> Trace:
 
 
 def blocks_of(theirs: Any, given: Given, tower: str, count: int) -> list[nn.Module]:
-    """The modules that are its blocks: the outermost kind of those in a list, in this tower, that a text goes through
-    `count` times. Layers may share one module, and one list may hold another."""
+    """The modules that are its blocks: the outermost kind of those in a list, in this tower, that a
+    text goes through `count` times. Layers may share one module, and one list may hold another."""
     lists = [(n, m) for n, m in theirs.named_modules() if isinstance(m, nn.ModuleList)]
     each = dict.fromkeys(m for n, layers in lists if tower in n for m in layers)
     called: Counter[type] = Counter()

@@ -1,5 +1,5 @@
-"""What a run computed on its way: every tensor at [row, position] of the text that it reads, however it was cut into
-rows, chunks, pages and padding."""
+"""What a run computed on its way: every tensor at [row, position] of the text that it reads, however
+it was cut into rows, chunks, pages and padding."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from regard.fast.watch import WatchedExperts, WatchedMechanism, Watcher
 from regard.mask import Span
 from regard.models import Model
 
-PAGE = 4  # tokens: short, so that short texts fill some
+# Tokens: few, so that short texts fill some pages.
+PAGE = 4
 
 
 @dataclass
 class Given:
-    """What all runs read: ids (rows, positions) or images, and a source."""
+    """What all runs read: ids (rows, positions) or images, and a source. `common`: how many first
+    tokens a row of the second half shares with the same one of the first."""
 
     ids: Tensor
     source: Tensor | None = None
-    # The first tokens that a row of the second half shares with the same one of the first.
     common: int = 0
 
     def times(self, count: int) -> Given:
@@ -35,8 +36,8 @@ class Given:
         return Given(torch.cat([self.ids] * count), source, self.common)
 
     def shared(self) -> Given:
-        """All rows, and again all, which begin alike and go on as the next row does. They part inside a page, and a
-        token before are still in it."""
+        """All rows, and again all, which begin alike and go on as the next row does. They part inside
+        a page, and a token before that are still in it."""
         common = self.ids.shape[1] // 2 + 1
         common -= (1, 2, 0, 0)[common % PAGE]
         twice = self.times(2)
@@ -45,17 +46,18 @@ class Given:
 
 
 class Cells:
-    """Which token each place (b t) of a call holds, from one (row, start, size) for each row of the call: `size` tokens
-    of a text, the first at position `start`. There is room for `width` of them, or for the longest; `flat`: they lie
-    end to end instead."""
+    """Which token each place (b t) of a call holds, from one (row, start, size) for each row of the
+    call: `size` tokens of a text, the first at position `start`. There is room for `width` of them,
+    or for the longest; `flat`: they lie end to end instead. `index` (b t) has their positions."""
 
     def __init__(
         self, given: Sequence[tuple[int, int, int]], width: int | None = None, flat: bool = False
     ):
-        self.given, self.flat = list(given), flat
+        self.given = list(given)
+        self.flat = flat
         self.rows, starts, sizes = torch.tensor(self.given).T
         self.ends = starts + sizes
-        self.index = Span.ragged(sizes, width or int(sizes.max()), starts).index  # b t
+        self.index = Span.ragged(sizes, width or int(sizes.max()), starts).index
         self.at = (self.index >= 0).nonzero(as_tuple=True)
         self.to = (self.rows[self.at[0]], self.index[self.at])
 
@@ -64,8 +66,8 @@ class Cells:
         whole[self.to] = part[self.at].to(whole)
 
     def tokens(self, part: Tensor) -> Tensor:
-        """The tokens (n ...) of a call's tensor, which has places for them (b t ...), or has them end to end: (n ...),
-        or (1 n ...). What follows then is padding."""
+        """The tokens (n ...) of a call's tensor, which has places for them (b t ...), or has them end
+        to end, and then padding: (n ...), or (1 n ...)."""
         b, t = self.index.shape
         if not self.flat and part.dim() > 2 and part.shape[:2] == (b, t):
             return part[self.at]
@@ -84,13 +86,15 @@ class Cells:
 
 @dataclass
 class Attended:
-    """One call of one attention: what it had as keys, by position, and what a sparse one chose."""
+    """One call of one attention: the keys it had by position, `kept` (b size+1 ...), of which the
+    last place is never seen; which of them it `held` (b size+1); how many tokens there are to see,
+    `lengths` (b); and the positions that a sparse one chose, `chosen` (b t k)."""
 
     cells: Cells
-    kept: dict[str, Tensor]  # b (size + 1) ...; the last place is never seen
-    held: Tensor  # b (size + 1)
-    lengths: Tensor  # b: how many tokens there are to see
-    chosen: Tensor | None = None  # b t k, positions
+    kept: dict[str, Tensor]
+    held: Tensor
+    lengths: Tensor
+    chosen: Tensor | None = None
 
     @property
     def index(self) -> Tensor:
@@ -99,7 +103,7 @@ class Attended:
         return torch.where(at < self.lengths[:, None], at, -1)
 
     def shared(self, half: int, common: int) -> list[Attended]:
-        """The same, where the second half of all rows has the first `common` tokens from the first."""
+        """The same, if the second half of all rows has the first `common` tokens from the first."""
         each = [(row, i, start) for i, (row, start, size) in enumerate(self.cells.given) if size]
         own = [(row, i) for row, i, start in each if row < half or start >= common]
         copied = [(row + half, i) for row, i, start in each if row < half and start < common]
@@ -116,21 +120,25 @@ class Attended:
 
 @dataclass
 class Trace:
-    """All that one run computed: `tensors` (rows, positions, numbers) by name, in float64. What it did not show is not
-    there, and is neither compared nor guessed."""
+    """All that one run computed: `tensors` (rows, positions, numbers) by name, in float64, and which
+    places of them are `real`. What it did not show is not there, and is neither compared nor guessed.
+
+    `size`: rows and positions; `source`: positions of the source; `lengths` of both, where rows are
+    cut. `int8`: linear layers round to 8 bits. `of_source`: names of what was made of the source.
+    `labelled`: one answer for each row."""
 
     given: Given
-    size: tuple[int, int]  # rows, positions
-    source: int = 0  # positions of the source
+    size: tuple[int, int]
+    source: int = 0
     dtype: torch.dtype = torch.float32
-    int8: bool = False  # linear layers round to 8 bits
-    lengths: Tensor | None = None  # of the rows, where they are cut
+    int8: bool = False
+    lengths: Tensor | None = None
     source_lengths: Tensor | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
     calls: dict[str, list[Attended]] = field(default_factory=dict)
-    real: dict[str, Tensor] = field(default_factory=dict)  # which places were seen
-    of_source: set[str] = field(default_factory=set)  # names of what was made of the source
-    labelled: bool = False  # one answer for each row
+    real: dict[str, Tensor] = field(default_factory=dict)
+    of_source: set[str] = field(default_factory=set)
+    labelled: bool = False
 
     # An engine computes in inference mode, whose tensors cannot be changed later.
     @torch.inference_mode(False)
@@ -148,13 +156,15 @@ class Trace:
     def put_answer(self, y: Tensor, cells: Cells) -> None:
         """What the model gave; one for each row (a label) lies at the row's first place."""
         if y.dim() == 2:
-            cells, y = Cells([(row, 0, 1) for row in cells.rows.tolist()]), y[:, None]
+            cells = Cells([(row, 0, 1) for row in cells.rows.tolist()])
+            y = y[:, None]
             self.labelled = True
         self.put("logits", y, cells)
 
     def share(self) -> None:
-        """Give the rows of the second half what they had in common with the first; what they had there is lost."""
-        half, common = self.size[0] // 2, self.given.common
+        """Give the second half of the rows the tokens that it has in common with the first."""
+        half = self.size[0] // 2
+        common = self.given.common
         for each in (self.tensors, self.real):
             for name, x in each.items():
                 size = None if name in self.of_source else common
@@ -165,9 +175,8 @@ class Trace:
 
     def hidden(self, name: str) -> Tensor:
         """Which places (rows, positions) of a tensor were not seen, where there is a token."""
-        real, lengths = self.real[name], self.lengths
-        if name in self.of_source:
-            lengths = self.source_lengths
+        real = self.real[name]
+        lengths = self.source_lengths if name in self.of_source else self.lengths
         there = torch.ones_like(real)
         if lengths is not None:
             there = torch.arange(real.shape[1]) < lengths[:, None]
@@ -193,7 +202,8 @@ class Trace:
 
 
 class Recorder(Watcher):
-    """Changes nothing and notes everything; `cells` and `source_cells` say which tokens the call under way reads."""
+    """Changes nothing and notes everything; `cells` and `source_cells` say which tokens the call
+    under way reads."""
 
     def __init__(self, trace: Trace):
         self.trace = trace
@@ -210,7 +220,8 @@ class Recorder(Watcher):
         self.source_cells = Cells([(row, 0, self.trace.source) for row in rows])
 
     def mix(self, part: WatchedMechanism, step: Part, *args: Any) -> Tensor:
-        o, (_, kept, mask, _, _) = step(*args), args
+        o = step(*args)
+        _, kept, mask, _, _ = args
         self.attended(part, kept, mask.k.index)
         return o
 
@@ -220,14 +231,14 @@ class Recorder(Watcher):
             return
         cells = self.cells
         if cells.flat:
-            # A row of keys for each text, and padding; of a source for each token, and that of the first will do.
+            # A row of keys for each text, and padding; of a source for each token: take the first.
             sizes = [size if part.cross else 1 for *_, size in cells.given]
             first = torch.tensor([0, *sizes[:-1]]).cumsum(0)
             kept = {name: x[first.to(x.device)] for name, x in kept.items()}
         places = span.index.expand(len(cells.given), -1)
         if self.chosen:
-            # Tokens end to end, and positions, at which their slots lie too; -1, where there are too few keys, is one
-            # more slot, which holds none.
+            # Tokens end to end, and positions, at which their slots lie too; -1, where there are too
+            # few keys, is one more slot, which holds none.
             places = F.pad(places, (0, 1), value=-1)
             kept = {name: torch.cat([x, torch.zeros_like(x[:, :1])], 1) for name, x in kept.items()}
             chosen = torch.cat(self.chosen).cpu()
@@ -248,9 +259,11 @@ class Recorder(Watcher):
             ends[self.source_cells.rows] = self.source_cells.ends
             lengths = ends[cells.rows]
         entries, held, slots = by_position(kept, index.cpu(), int(lengths.max()))
-        chosen, self.chosen = torch.cat(self.chosen, 1).cpu() if self.chosen else None, []
-        if chosen is not None:
+        chosen = None
+        if self.chosen:
+            chosen = torch.cat(self.chosen, 1).cpu()
             chosen = slots.gather(1, chosen.flatten(1)).view_as(chosen)
+            self.chosen = []
         if len(cells.at[0]):
             call = Attended(cells, entries, held, lengths, chosen)
             self.trace.calls.setdefault(part.name, []).append(call)
@@ -271,8 +284,8 @@ class Recorder(Watcher):
 def by_position(
     kept: dict[str, Tensor], index: Tensor, size: int
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Entries (b s ...) brought to their positions (b size + 1 ...), which of them were there, and for each slot its
-    position; what has none goes to the last place."""
+    """Entries (b s ...) brought to their positions (b size+1 ...), which of them were there, and for
+    each slot its position; what has none goes to the last place."""
     b, s = next(iter(kept.values())).shape[:2]
     index = index.expand(b, s)
     place = torch.where((index >= 0) & (index < size), index, size)
@@ -296,5 +309,5 @@ def trace_of(model: Model, given: Given, dtype: torch.dtype) -> Trace:
         patches = getattr(model.config, part)
         return patches.count + patches.extra
 
-    positions, source = size(given.ids, "embedding"), size(given.source, "source")
-    return Trace(given, (len(given.ids), positions), source, dtype)
+    positions = size(given.ids, "embedding")
+    return Trace(given, (len(given.ids), positions), size(given.source, "source"), dtype)
