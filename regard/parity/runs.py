@@ -41,6 +41,9 @@ def runs_of(model: Model, given: Given) -> dict[str, Run]:
     def cached(layout: str, chunks: list[int], shuffled: bool = False) -> Run:
         return lambda g: Runner(model, g).cached(layout, chunks, shuffled)
 
+    def formed(form: str) -> Run:
+        return lambda g: Runner(Form(form).copy(model), g).alone()
+
     runs: dict[str, Run] = {
         "reference": lambda g: Runner(model, g, "reference").alone(),
         "fused": lambda g: Runner(model, g).alone(),
@@ -59,8 +62,8 @@ def runs_of(model: Model, given: Given) -> dict[str, Run]:
             runs["paged"] = cached("paged", chunks, shuffled=True)
             if None not in model.windows():
                 runs["ring"] = cached("ring", [3] * (size // 3))
-    for form in (form for m in model.modules() if isinstance(m, Mechanism) for form in m.forms):
-        runs[form] = lambda g, form=form: Runner(Form(form).copy(model), g).alone()
+    mechanisms = (m for m in model.modules() if isinstance(m, Mechanism))
+    runs |= {form: formed(form) for m in mechanisms for form in m.forms}
     if next(model.parameters()).is_cpu:
         runs |= prepared_runs(model, size)
     # What is longer than the border of LongRoPE runs without a graph.

@@ -56,7 +56,7 @@ class Map(NamedTuple):
     head: int
     queries: list[str]
     keys: list[str]
-    weights: Sequence[Sequence[float]] | np.ndarray
+    weights: np.ndarray
 
 
 def look(run: Run) -> tuple[list[Map], str]:
@@ -285,11 +285,10 @@ def _attention(maps: Sequence[Map], note: str) -> Iterator[Block]:
 def _strongest(m: Map) -> str:
     """The largest weight and its tokens; a row that sees one key alone had no choice and does not
     count."""
-    weights = np.array(m.weights)
-    free = (weights > 0).sum(1, keepdims=True) > 1
-    i, j = divmod(int(np.where(free | ~free.any(), weights, -1.0).argmax()), len(m.keys))
+    free = (m.weights > 0).sum(1, keepdims=True) > 1
+    i, j = divmod(int(np.where(free | ~free.any(), m.weights, -1.0).argmax()), len(m.keys))
     query, key = (clip(visible(token), 12) for token in (m.queries[i], m.keys[j]))
-    return f"{weights[i, j]:.2f}, {query} → {key}"
+    return f"{m.weights[i, j]:.2f}, {query} → {key}"
 
 
 def _again(run: Run) -> Iterator[Block]:

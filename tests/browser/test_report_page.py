@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from regard.report.compare import comparison
@@ -35,7 +36,9 @@ def made(folder: Path) -> str:
     ]
     run = read(make(folder / "a run", texts=texts, changes={"train.schedule.warmup": "40" * 30}))
     maps = [
-        Map("decoder.0.self", head, ["he", "said", "مرحبا"], ["he", "said", "مرحبا"], rows)
+        Map(
+            "decoder.0.self", head, ["he", "said", "مرحبا"], ["he", "said", "مرحبا"], np.array(rows)
+        )
         for head, rows in enumerate([[[1.0, 0, 0], [0.2, 0.8, 0], [0.1, 0.2, 0.7]]] * 9)
     ]
     return as_html(run.name, report(run, maps, "Step 300."))

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from regard.files import write_whole
@@ -53,7 +54,7 @@ class Page(HTMLParser):
 
 
 def maps() -> list[Map]:
-    rows = [[1.0, 0.0], [0.25, 0.75]]
+    rows = np.array([[1.0, 0.0], [0.25, 0.75]])
     return [Map("decoder.0.cross", head, ["er", "sagte"], ["he", "said"], rows) for head in (0, 1)]
 
 
@@ -267,7 +268,7 @@ def test_text_of_a_run_cannot_act(tmp_path: Path) -> None:
     run = read(
         make(tmp_path / "run", told, texts, **strange, device_name=EVIL, config={EVIL: EVIL})
     )
-    odd = [Map(EVIL, 0, [EVIL], [EVIL], [[1.0]])]
+    odd = [Map(EVIL, 0, [EVIL], [EVIL], np.ones((1, 1)))]
     for blocks in (report(run, odd, EVIL), comparison([run, run])):
         page = Page(as_html(run.name, blocks))
         assert not set(page.tags) - set(ALLOWED) and page.open == []
