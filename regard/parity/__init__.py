@@ -68,7 +68,7 @@ def parity(
     only: Collection[str] = tuple(CHECKS),
 ) -> list[Check]:
     """The checks of CHECKS (or `only` some) that this model and machine allow. `more`: runs made
-    elsewhere ("transformers"); `sound`: the model to compare with, if it is not the one that runs."""
+    elsewhere ("transformers"); `sound`: the model to compare with, if another one runs."""
     rows = sample(model) if given is None else given
     truth = sound or model
     check_weights(truth)

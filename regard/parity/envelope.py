@@ -17,14 +17,15 @@ from regard.parity.oracle import NO_ERROR, SAFETY, Step, rms, steps, unit
 from regard.parity.runs import Runner
 from regard.parity.trace import Trace
 
-# Each tensor y of a run is compared with f(x) in float64, where x is what the run itself had before:
-# so only f's own rounding may part them, and no error counts twice. To know how much that is, f is
-# computed again in float64 with a random relative error of at most u, the unit roundoff of the run's
-# dtype, in every sum, product and function. The operands of products and norms are off too, so that
-# cancellation counts; those of a sum of n products by u sqrt(n) / 8 where that is more, since partial
-# sums, float32 in every dtype, are rounded too. In int8 the operands of linear layers are also off by
-# half a step of their tile's scale. The spread of the results, root mean square over the features of
-# a token, is what rounding does there; SAFETY times it is the envelope. An error outside is a bug.
+# Each tensor y of a run is compared with f(x) in float64, where x is what the run itself had
+# before: so only f's own rounding may part them, and no error counts twice. To know how much that
+# is, f is computed again in float64 with a random relative error of at most u, the unit roundoff of
+# the run's dtype, in every sum, product and function. The operands of products and norms are off
+# too, so that cancellation counts; those of a sum of n products by u sqrt(n) / 8 where that is
+# more, since partial sums, float32 in every dtype, are rounded too. In int8 the operands of linear
+# layers are also off by half a step of their tile's scale. The spread of the results, root mean
+# square over the features of a token, is what rounding does there; SAFETY times it is the envelope.
+# An error outside is a bug.
 SAMPLES = 4
 # Half a step, in units of the largest number of a tile.
 STEP = 1 / 254

@@ -26,9 +26,9 @@ SAFETY = 12.0
 
 @dataclass
 class Step:
-    """One tensor of a run: its name, what it should be, how far it is off (rows, positions), and the
-    `key` of its spread. `unit`: a coarser rounding than the run's own. `tied` (rows, positions):
-    where scores of an indexer tie, so that another choice is as right as ours."""
+    """One tensor of a run: its name, what it should be, how far it is off (rows, positions), and
+    the `key` of its spread. `unit`: a coarser rounding than the run's own. `tied` (rows,
+    positions): where scores of an indexer tie, so that another choice is as right as ours."""
 
     name: str
     value: Tensor

@@ -207,10 +207,10 @@ class Runner:
         return self.trace
 
     def shared(self, steps: bool = False) -> Trace:
-        """Rows of `Given.shared`, over pages where the model has any: what two have in common is fed
-        once, and both go on with it, in full pages that they share and one that is partly filled.
-        After one more token the second is lost, and goes on as a copy of the first again, as beams
-        do. The rest in one chunk, or in `steps`."""
+        """Rows of `Given.shared`, over pages where the model has any: what two have in common is
+        fed once, and both go on with it, in full pages that they share and one that is partly
+        filled. After one more token the second is lost, and goes on as a copy of the first again,
+        as beams do. The rest in one chunk, or in `steps`."""
         half = self.rows // 2
         common = self.given.common
         order = list(range(self.rows))

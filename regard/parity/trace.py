@@ -1,5 +1,5 @@
-"""What a run computed on its way: every tensor at [row, position] of the text that it reads, however
-it was cut into rows, chunks, pages and padding."""
+"""What a run computed on its way: every tensor at [row, position] of the text that it reads,
+however it was cut into rows, chunks, pages and padding."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Given:
         return Given(torch.cat([self.ids] * count), source, self.common)
 
     def shared(self) -> Given:
-        """All rows, and again all, which begin alike and go on as the next row does. They part inside
-        a page, and a token before that are still in it."""
+        """All rows, and again all, which begin alike and go on as the next row does. They part
+        inside a page, and a token before that are still in it."""
         common = self.ids.shape[1] // 2 + 1
         common -= (1, 2, 0, 0)[common % PAGE]
         twice = self.times(2)
@@ -66,8 +66,8 @@ class Cells:
         whole[self.to] = part[self.at].to(whole)
 
     def tokens(self, part: Tensor) -> Tensor:
-        """The tokens (n ...) of a call's tensor, which has places for them (b t ...), or has them end
-        to end, and then padding: (n ...), or (1 n ...)."""
+        """The tokens (n ...) of a call's tensor, which has places for them (b t ...), or has them
+        end to end, and then padding: (n ...), or (1 n ...)."""
         b, t = self.index.shape
         if not self.flat and part.dim() > 2 and part.shape[:2] == (b, t):
             return part[self.at]
@@ -120,8 +120,9 @@ class Attended:
 
 @dataclass
 class Trace:
-    """All that one run computed: `tensors` (rows, positions, numbers) by name, in float64, and which
-    places of them are `real`. What it did not show is not there, and is neither compared nor guessed.
+    """All that one run computed: `tensors` (rows, positions, numbers) by name, in float64, and
+    which places of them are `real`. What it did not show is not there, and is neither compared nor
+    guessed.
 
     `size`: rows and positions; `source`: positions of the source; `lengths` of both, where rows are
     cut. `int8`: linear layers round to 8 bits. `of_source`: names of what was made of the source.
@@ -237,8 +238,8 @@ class Recorder(Watcher):
             kept = {name: x[first.to(x.device)] for name, x in kept.items()}
         places = span.index.expand(len(cells.given), -1)
         if self.chosen:
-            # Tokens end to end, and positions, at which their slots lie too; -1, where there are too
-            # few keys, is one more slot, which holds none.
+            # Tokens end to end, and positions, at which their slots lie too; -1, where there are
+            # too few keys, is one more slot, which holds none.
             places = F.pad(places, (0, 1), value=-1)
             kept = {name: torch.cat([x, torch.zeros_like(x[:, :1])], 1) for name, x in kept.items()}
             chosen = torch.cat(self.chosen).cpu()
@@ -284,8 +285,8 @@ class Recorder(Watcher):
 def by_position(
     kept: dict[str, Tensor], index: Tensor, size: int
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Entries (b s ...) brought to their positions (b size+1 ...), which of them were there, and for
-    each slot its position; what has none goes to the last place."""
+    """Entries (b s ...) brought to their positions (b size+1 ...), which of them were there, and
+    for each slot its position; what has none goes to the last place."""
     b, s = next(iter(kept.values())).shape[:2]
     index = index.expand(b, s)
     place = torch.where((index >= 0) & (index < size), index, size)

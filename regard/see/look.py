@@ -32,7 +32,7 @@ from regard.text import Tokenizer, needed
 
 # The longest side of a pooled head, and how many cells all of them together may have.
 SIDE, THUMBS = 64, 1 << 21
-# Up to so many cells every head is in full, every weight is there, the head that was asked for is in full.
+# Up to so many cells every head is in full, every weight is there, the asked head is in full.
 WHOLE, EVERY, ONE = 1 << 19, 6 << 20, 1 << 21
 TITLES = {"self": "Self-attention", "cross": "Cross-attention"}
 BLANK = " \n\r\t"
@@ -69,7 +69,7 @@ class Pooled:
 @dataclass(frozen=True)
 class Layer:
     """`mean` of the heads, where they are pooled. The rest says how scores are made, where a head
-    is in full; `summed`: weights are 1, not shares of 1; `sparse`: keys are chosen for each query."""
+    is in full; `summed`: weights are 1, not shares of 1; `sparse`: each query chooses its keys."""
 
     number: int
     site: str

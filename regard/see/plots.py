@@ -43,8 +43,8 @@ NUMBERS, PEAKS = 12, 64
 
 
 def pictures(path: Path, panel: Panel, what: str) -> list[Path]:
-    """All heads, or those of the layer that was asked for, or one head with its numbers; where there
-    is cross-attention, beside it the alignment by the layer that tells most."""
+    """All heads, or those of the layer that was asked for, or one head with its numbers; where
+    there is cross-attention, beside it the alignment by the layer that tells most."""
     view = max(panel.views, key=lambda view: view.name == "cross")
     at, which, *_ = telling(view, panel.layer, panel.head)
     layer = view.layers[at]

@@ -7,10 +7,10 @@ read it afterwards.
     probe.of("score")["0.self"][0]                 # another kind, of the same shape
     generate(probe.on(model), prompts, beams=4)    # the model as it is, every call of it watched
 
-    "weight"  softmax(score): rows sum to 1 less what a sink takes, to 0 if they see nothing; of a sum 1
+    "weight"  softmax(score): rows sum to 1 less a sink's share, 0 if all is hidden; of sums 1 each
     "score"   scaled q.k or the layer's own score, capped, plus bias; -inf: hidden, or not chosen
     "norm"    weight times the length of the head's value vector: how much a key really gives
-    "chosen"  bool (b 1 t' s), keys inside the softmax: by the mask, or the choice of a sparse indexer
+    "chosen"  bool (b 1 t' s), keys inside the softmax: by the mask, or by a sparse indexer
     "raw"     q.k alone, masked keys too; none where layers have their own score, or are sparse
 
 The maps are computed beside the kernel that computes the output (native steps of prepared models
@@ -96,7 +96,7 @@ class Probe:
         return f"Probe({', '.join(said)}): saw {many}"
 
     def at(self, site: str, batch: int | None = None) -> Recorder | None:
-        """The recorder for a place, or None if its layer is not wanted. `batch`: rows of the call."""
+        """The recorder for a place, or None if it is not wanted. `batch`: rows of the call."""
         if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
             raise UsageError(
                 "a probe would change the bits of compiled code; leave compile out to look inside"
