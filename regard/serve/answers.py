@@ -23,7 +23,7 @@ from msgspec import Raw, json
 from regard.decode.check import context_of, written
 from regard.decode.defaults import folder_settings, settings_of, special_of
 from regard.decode.settings import Request, Result
-from regard.serve import shapes
+from regard.serve import schemas
 from regard.serve.edge import Exchange, Refusal, late
 from regard.serve.grammar import Matching, Reader, masks_for
 from regard.serve.host import Entry, Host, Models, Ran, Ticket, arrivals
@@ -332,7 +332,7 @@ def finite(x: float | None) -> float:
     return -9999.0 if x is None else max(x, -9999.0)
 
 
-async def completions(app: Models, x: Exchange, body: shapes.Completion) -> None:
+async def completions(app: Models, x: Exchange, body: schemas.Completion) -> None:
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise Refusal(400, "best_of: this server gives all n answers; leave it out", "best_of")
     host, listed = app.writer(body.model), body.logprobs is not None
@@ -372,11 +372,11 @@ async def completions(app: Models, x: Exchange, body: shapes.Completion) -> None
     await ask.send(body, ask.head("text_completion", "cmpl-"), choices)
 
 
-async def conversation(app: Models, x: Exchange, body: shapes.Chat) -> tuple[Ask, list[Reader]]:
+async def conversation(app: Models, x: Exchange, body: schemas.Chat) -> tuple[Ask, list[Reader]]:
     """What a chat asks for, and a reader for each answer."""
     host, choice = app.writer(body.model), body.tool_choice
     tools = [tool.function for tool in body.tools or []]
-    wanted = choice.function.name if isinstance(choice, shapes.ChatChoice) else choice
+    wanted = choice.function.name if isinstance(choice, schemas.ChatChoice) else choice
     usable = tools if wanted != "none" else []
     more: Data = {"top_logprobs": body.top_logprobs or 0} if body.logprobs else {}
 
@@ -394,7 +394,7 @@ async def conversation(app: Models, x: Exchange, body: shapes.Chat) -> tuple[Ask
     return ask, [Reader(bool(usable)) for _ in range(ask.n)]
 
 
-async def chat(app: Models, x: Exchange, body: shapes.Chat) -> None:
+async def chat(app: Models, x: Exchange, body: schemas.Chat) -> None:
     if body.top_logprobs and not body.logprobs:
         raise Refusal(400, "top_logprobs needs logprobs=true", "top_logprobs")
     ask, readers = await conversation(app, x, body)
@@ -424,41 +424,41 @@ async def chat(app: Models, x: Exchange, body: shapes.Chat) -> None:
     await ask.send(body, head, choices, [delta(i, begun) for i in range(ask.n)])
 
 
-def as_chat(body: shapes.Response) -> shapes.Chat:
+def as_chat(body: schemas.Response) -> schemas.Chat:
     """Instructions and items as the messages of a chat; in a worker."""
-    messages = list[shapes.Message]()
+    messages = list[schemas.Message]()
     if body.instructions is not None:
-        messages.append(shapes.Message("system", body.instructions))
-    items = [shapes.Item(role="user", content=x)] if isinstance(x := body.input, str) else x
+        messages.append(schemas.Message("system", body.instructions))
+    items = [schemas.Item(role="user", content=x)] if isinstance(x := body.input, str) else x
     for i, item in enumerate(items):
         where, needs = f"input[{i}]", NEEDS[item.type]
         given: Any = [getattr(item, name) for name in needs]
         if None in given:
             raise Refusal(400, f"{where}: a {item.type} has {' and '.join(needs)}", where)
         if item.type == "message":
-            messages.append(shapes.Message(*given))
+            messages.append(schemas.Message(*given))
         elif item.type == "function_call":
             calls = messages[-1].tool_calls if messages else None
             if calls is None:
-                messages.append(shapes.Message("assistant", tool_calls=(calls := [])))
-            calls.append(shapes.Call(given[0], shapes.Function(*given[1:])))
+                messages.append(schemas.Message("assistant", tool_calls=(calls := [])))
+            calls.append(schemas.Call(given[0], schemas.Function(*given[1:])))
         else:
-            messages.append(shapes.Message("tool", given[1], tool_call_id=given[0]))
+            messages.append(schemas.Message("tool", given[1], tool_call_id=given[0]))
     choice: Any = body.tool_choice
     form, schema = body.text.format if body.text else None, None
-    if isinstance(choice, shapes.ResponseChoice):
-        choice = shapes.ChatChoice(shapes.Named(choice.name))
+    if isinstance(choice, schemas.ResponseChoice):
+        choice = schemas.ChatChoice(schemas.Named(choice.name))
     if form is not None and form.schema is not None:
-        schema = shapes.Schema(form.name or "answer", form.schema)
-    return shapes.Chat(
+        schema = schemas.Schema(form.name or "answer", form.schema)
+    return schemas.Chat(
         messages=messages,
         max_tokens=body.max_output_tokens,
-        response_format=None if form is None else shapes.Format(form.type, schema),
-        tools=[shapes.ChatTool(tool) for tool in body.tools or []],
+        response_format=None if form is None else schemas.Format(form.type, schema),
+        tools=[schemas.ChatTool(tool) for tool in body.tools or []],
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
-        **{name: getattr(body, name) for name in shapes.Answer.__struct_fields__},
+        **{name: getattr(body, name) for name in schemas.Answer.__struct_fields__},
     )
 
 
@@ -525,7 +525,7 @@ class Output:
         return [*events, *more]
 
 
-async def responses(app: Models, x: Exchange, body: shapes.Response) -> None:
+async def responses(app: Models, x: Exchange, body: schemas.Response) -> None:
     try:
         await respond(app, x, body)
     except Refusal as refusal:
@@ -535,11 +535,11 @@ async def responses(app: Models, x: Exchange, body: shapes.Response) -> None:
         raise
 
 
-async def respond(app: Models, x: Exchange, body: shapes.Response) -> None:
+async def respond(app: Models, x: Exchange, body: schemas.Response) -> None:
     if not isinstance(body.input, str):
         check_turns(app, app.writer(body.model), body.input, "input")
     ask, (reader,) = await conversation(app, x, await app.worker(lambda: as_chat(body)))
-    form = (body.text and body.text.format) or shapes.ResponseFormat("text")
+    form = (body.text and body.text.format) or schemas.ResponseFormat("text")
     output, stream, settings = Output(), bool(body.stream), ask.settings
     ask.head("response", "resp_")
     chosen, asdict = body.tool_choice or "auto", msgspec.structs.asdict

@@ -25,7 +25,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from regard.decode.check import context_of
 from regard.errors import ENVIRONMENT, VERSION, Fault, UsageError, nearest
 from regard.see import page
-from regard.serve import answers, shapes, tasks
+from regard.serve import answers, schemas, tasks
 from regard.serve.edge import LOG, Exchange, Gone, Held, Refusal, labelled, refused
 from regard.serve.host import Host, Models, serves
 from regard.serve.prompts import chat_ids, encoded
@@ -150,16 +150,16 @@ class App(Models):
         route = ROUTES.get(known)
         if route is None:
             raise Refusal(404, f"there is no {path!r:.80}; {nearest(path, ROUTES)}")
-        takes = "GET, HEAD" if route.shape is None else "POST"
+        takes = "GET, HEAD" if route.schema is None else "POST"
         if method not in takes.split(", "):
             raise Refusal(405, f"{path} takes {takes}, not {method:.20}", headers={"allow": takes})
         if path.startswith("/admin/") and not (x.user and x.user.admin):
             raise Refusal(403, "loading and unloading need a key that is an admin's")
         x.note["path"] = known
-        if route.shape is None:
+        if route.schema is None:
             await route.run(self, x)
         else:
-            body = await x.read(route.shape)
+            body = await x.read(route.schema)
             if body.model in self.folders:
                 x.note["model"] = body.model
             await x.unless_gone(route.run(self, x, body))
@@ -237,7 +237,7 @@ async def metrics(app: App, x: Exchange) -> None:
     await x.reply(app.metrics.text(gauges).encode(), "text/plain; version=0.0.4; charset=utf-8")
 
 
-async def tokenize(app: App, x: Exchange, body: shapes.Tokenize) -> None:
+async def tokenize(app: App, x: Exchange, body: schemas.Tokenize) -> None:
     host = app.host(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise Refusal(400, "give prompt or messages, one of them", "prompt")
@@ -252,7 +252,7 @@ async def tokenize(app: App, x: Exchange, body: shapes.Tokenize) -> None:
     await x.json({"tokens": ids, "count": len(ids), "texts": texts})
 
 
-async def detokenize(app: App, x: Exchange, body: shapes.Detokenize) -> None:
+async def detokenize(app: App, x: Exchange, body: schemas.Detokenize) -> None:
     host, skip = app.host(body.model), body.skip_special_tokens
     if len(body.tokens) > app.limits.prompt:
         raise Refusal(
@@ -266,17 +266,17 @@ async def detokenize(app: App, x: Exchange, body: shapes.Detokenize) -> None:
 @functools.cache
 def described() -> bytes:
     """What is taken, as OpenAPI has it; made once."""
-    taken = [route.shape for route in ROUTES.values() if route.shape is not None]
+    taken = [route.schema for route in ROUTES.values() if route.schema is not None]
     refs, parts = msgspec.json.schema_components(taken, ref_template="#/components/schemas/{name}")
     wrong = {"description": "an error", "content": {"application/json": {}}}
     answered = {"200": {"description": "the answer"}, "4XX": wrong, "503": wrong}
     paths: dict[str, Any] = {}
     for path, route in ROUTES.items():
         about: dict[str, Any] = {"responses": answered, "summary": route.run.__doc__ or ""}
-        if route.shape is not None:
-            content = {"application/json": {"schema": refs[taken.index(route.shape)]}}
+        if route.schema is not None:
+            content = {"application/json": {"schema": refs[taken.index(route.schema)]}}
             about["requestBody"] = {"required": True, "content": content}
-        paths[path] = {"get" if route.shape is None else "post": about}
+        paths[path] = {"get" if route.schema is None else "post": about}
     head = {"openapi": "3.1.0", "info": {"title": "Regard", "version": VERSION}}
     return msgspec.json.encode({**head, "paths": paths, "components": {"schemas": parts}})
 
@@ -288,7 +288,7 @@ async def openapi(app: App, x: Exchange) -> None:
 
 class Route(NamedTuple):
     run: Callable[..., Coroutine[Any, Any, None]]
-    shape: Any = None  # of its body, if it takes one
+    schema: Any = None  # of its body, if it takes one
 
 
 ROUTES = {
@@ -299,18 +299,18 @@ ROUTES = {
     "/openapi.json": Route(openapi),
     "/v1/models": Route(models),
     "/v1/limits": Route(lambda app, x: x.json(dataclasses.asdict(app.limits))),
-    "/tokenize": Route(tokenize, shapes.Tokenize),
-    "/detokenize": Route(detokenize, shapes.Detokenize),
-    "/v1/completions": Route(answers.completions, shapes.Completion),
-    "/v1/chat/completions": Route(answers.chat, shapes.Chat),
-    "/v1/responses": Route(answers.responses, shapes.Response),
-    "/v1/embeddings": Route(tasks.embeddings, shapes.Embedding),
-    "/v1/translations": Route(tasks.translations, shapes.Translation),
-    "/v1/classify": Route(tasks.classify, shapes.Classification),
-    "/v1/fill": Route(tasks.fill_masks, shapes.Fill),
-    "/v1/look": Route(tasks.look, shapes.Look),
-    "/admin/load": Route(tasks.admin_load, shapes.Model),
-    "/admin/unload": Route(tasks.admin_unload, shapes.Model),
+    "/tokenize": Route(tokenize, schemas.Tokenize),
+    "/detokenize": Route(detokenize, schemas.Detokenize),
+    "/v1/completions": Route(answers.completions, schemas.Completion),
+    "/v1/chat/completions": Route(answers.chat, schemas.Chat),
+    "/v1/responses": Route(answers.responses, schemas.Response),
+    "/v1/embeddings": Route(tasks.embeddings, schemas.Embedding),
+    "/v1/translations": Route(tasks.translations, schemas.Translation),
+    "/v1/classify": Route(tasks.classify, schemas.Classification),
+    "/v1/fill": Route(tasks.fill_masks, schemas.Fill),
+    "/v1/look": Route(tasks.look, schemas.Look),
+    "/admin/load": Route(tasks.admin_load, schemas.Model),
+    "/admin/unload": Route(tasks.admin_unload, schemas.Model),
 }
 
 

@@ -171,13 +171,13 @@ class Exchange:
     def release(self) -> None:
         self.held, self.all_held.bytes = 0, self.all_held.bytes - self.held
 
-    async def read(self, shape: type[T]) -> T:
+    async def read(self, schema: type[T]) -> T:
         """The body as a struct; what is wrong is named by its field."""
         kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise Refusal(415, "the body must be JSON; send Content-Type: application/json")
         try:
-            return msgspec.json.decode(await self.body(), type=shape)
+            return msgspec.json.decode(await self.body(), type=schema)
         except msgspec.ValidationError as error:
             text = str(error)
             at, named = AT.search(text), NAMED.search(text)

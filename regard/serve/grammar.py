@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from llguidance import LLMatcher
 
-from regard.serve import shapes
+from regard.serve import schemas
 from regard.serve.edge import Refusal
 from regard.serve.host import Host, Models
 from regard.serve.sandbox import GRAMMARS, TRIAL, About, Vocabulary
@@ -114,7 +114,7 @@ def plainly(why: str) -> str:
 
 
 async def masks_for(
-    app: Models, host: Host, form: shapes.Format | None, tools: Sequence[shapes.Tool], choice: str | None,
+    app: Models, host: Host, form: schemas.Format | None, tools: Sequence[schemas.Tool], choice: str | None,
     parallel: bool,
 ) -> Callable[[], Matching] | None:  # fmt: skip
     """What makes the masks of a request, if its form is given."""
@@ -177,7 +177,7 @@ def compiled(host: Host, about: About, grammar: str, param: str) -> Root:
     return root
 
 
-def tool_grammar(tools: Sequence[shapes.Tool], choice: str, parallel: bool) -> str:
+def tool_grammar(tools: Sequence[schemas.Tool], choice: str, parallel: bool) -> str:
     """Calls of the tools that may be called; in place of them, where none is asked for, any text."""
     chosen = [t for t in tools if choice in ("auto", "required", t.name)]
     lines = ["start: calls | TEXT" if choice == "auto" else "start: calls"]
@@ -196,7 +196,7 @@ def opening(name: str) -> str:
 
 
 def told_tools(
-    template: str, messages: list[dict[str, Any]], tools: Sequence[shapes.Tool]
+    template: str, messages: list[dict[str, Any]], tools: Sequence[schemas.Tool]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The messages, and tools as templates read them; where a template does not say how tools are called, the first
     message does."""

@@ -10,7 +10,7 @@ import msgspec
 
 from regard.decode.check import context_of, written
 from regard.decode.graphs import source_length
-from regard.serve import shapes
+from regard.serve import schemas
 from regard.serve.edge import Refusal
 from regard.serve.grammar import told_tools
 from regard.serve.host import Host, Models
@@ -106,7 +106,7 @@ async def prompts_of(app: Models, host: Host, given: Any, param: str) -> list[li
 
 
 async def chat_ids(
-    app: Models, host: Host, messages: Sequence[shapes.Message], tools: Sequence[shapes.Tool] = (),
+    app: Models, host: Host, messages: Sequence[schemas.Message], tools: Sequence[schemas.Tool] = (),
     variables: dict[str, Any] | None = None,
 ) -> list[int]:  # fmt: skip
     """The prompt of a conversation; `variables` are for the template."""
@@ -140,7 +140,7 @@ async def chat_ids(
         raise Refusal(503, why, code="overloaded", wait=1) from None
 
 
-def plain(message: shapes.Message) -> dict[str, Any]:
+def plain(message: schemas.Message) -> dict[str, Any]:
     """A message as templates read it."""
     content: Any = message.content
     calls = message.tool_calls

@@ -25,7 +25,7 @@ from regard.see.align import align, cross_site
 from regard.see.look import Given, named
 from regard.see.page import maps as exact_maps
 from regard.see.probe import Probe
-from regard.serve import shapes
+from regard.serve import schemas
 from regard.serve.answers import Ask, chat_logprobs, entries_of, shown
 from regard.serve.edge import Exchange, Refusal
 from regard.serve.host import Host, Models, serves
@@ -76,7 +76,7 @@ def check_whole(app: Models, sizes: Sequence[int], param: str = "input") -> None
         raise Refusal(400, f"a text has at least {longest:,} tokens; {most}", param)
 
 
-async def embeddings(app: Models, x: Exchange, body: shapes.Embedding) -> None:
+async def embeddings(app: Models, x: Exchange, body: schemas.Embedding) -> None:
     host = serving(app, body.model, "embeddings")
     given: Any = body.input
     if isinstance(given, str) or all(isinstance(i, int) for i in given):
@@ -115,7 +115,7 @@ async def embeddings(app: Models, x: Exchange, body: shapes.Embedding) -> None:
 
 
 def _vectors(
-    host: Host, embedder: Embedder, rows: Sequence[Tensor], body: shapes.Embedding
+    host: Host, embedder: Embedder, rows: Sequence[Tensor], body: schemas.Embedding
 ) -> Pieces[list[Raw]]:
     found, coded = list[Raw](), body.encoding_format == "base64"
     for group in grouped(rows, [len(row) for row in rows], host.places):
@@ -135,7 +135,7 @@ def _vectors(
     return found
 
 
-async def translations(app: Models, x: Exchange, body: shapes.Translation) -> None:
+async def translations(app: Models, x: Exchange, body: schemas.Translation) -> None:
     host = app.writer(body.model)
     model = host.model
     if not model.reads_source:
@@ -179,7 +179,7 @@ def _aligned(
     return found
 
 
-async def classify(app: Models, x: Exchange, body: shapes.Classification) -> None:
+async def classify(app: Models, x: Exchange, body: schemas.Classification) -> None:
     host = serving(app, body.model, "classify")
     classifier = await app.worker(lambda: Classifier(host.opened, name=host.name), "input")
     given, patches = [body.input] if isinstance(body.input, str) else body.input, None
@@ -226,7 +226,7 @@ def _pictures(classifier: Classifier, urls: Sequence[str], start: int) -> list[T
     return found
 
 
-async def fill_masks(app: Models, x: Exchange, body: shapes.Fill) -> None:
+async def fill_masks(app: Models, x: Exchange, body: schemas.Fill) -> None:
     host = serving(app, body.model, "fill")
     check_texts(app, host, [body.input])
     filler = await app.worker(lambda: Filler(host.opened), "input")
@@ -244,7 +244,7 @@ async def fill_masks(app: Models, x: Exchange, body: shapes.Fill) -> None:
     await x.json({"object": "list", "model": host.name, "data": data})
 
 
-async def look(app: Models, x: Exchange, body: shapes.Look) -> None:
+async def look(app: Models, x: Exchange, body: schemas.Look) -> None:
     """Where every head looks, exactly: of a request that ran, its prompt and its answer are read once more."""
     host = serving(app, body.model, "look")
     tokenizer, model = needed(host.tokenizer), host.model
@@ -334,7 +334,7 @@ def heads_of(config: Any, heads: Sequence[int] | None) -> int:
     return max(1, sum(counts if heads is None else (min(n, len(set(heads))) for n in counts)))
 
 
-async def admin_load(app: Models, x: Exchange, body: shapes.Model) -> None:
+async def admin_load(app: Models, x: Exchange, body: schemas.Model) -> None:
     """Make a model ready that the command line named."""
     if body.model not in app.folders:
         raise Refusal(404, f"{body.model!r:.80} was not named when the server began", "model")
@@ -347,6 +347,6 @@ async def admin_load(app: Models, x: Exchange, body: shapes.Model) -> None:
     await x.json({"model": body.model, "loaded": True})
 
 
-async def admin_unload(app: Models, x: Exchange, body: shapes.Model) -> None:
+async def admin_unload(app: Models, x: Exchange, body: schemas.Model) -> None:
     await app.change(app.unload(body.model))
     await x.json({"model": body.model, "loaded": False})

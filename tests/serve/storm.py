@@ -64,7 +64,7 @@ def mutated(rng: random.Random) -> tuple[str, bytes]:
     body = json.loads(json.dumps(body))
     for _ in range(rng.randint(1, 3)):
         # Every field that the path takes, so that the next one is tried the moment it exists.
-        place, key = body, rng.choice([*body, *ROUTES[path].shape.__struct_fields__])
+        place, key = body, rng.choice([*body, *ROUTES[path].schema.__struct_fields__])
         while isinstance(place.get(key), (dict, list)) and place[key] and rng.random() < 0.7:
             inner = place[key]
             if isinstance(inner, list):
