@@ -24,7 +24,7 @@ from regard.decode.check import context_of, written
 from regard.decode.defaults import folder_settings, settings_of, special_of
 from regard.decode.settings import Request, Result
 from regard.serve import schemas
-from regard.serve.edge import Exchange, Refusal, late
+from regard.serve.edge import HTTPError, HTTPRequest, late
 from regard.serve.grammar import Matching, Reader, masks_for
 from regard.serve.host import Entry, Host, Models, Ran, Ticket, arrivals
 from regard.serve.prompts import chat_ids, check_turns, prompts_of
@@ -51,30 +51,30 @@ class Ask:
     """Prompts for one model, and how they are answered; made in a worker, where checking may take its time."""
 
     def __init__(
-        self, app: Models, x: Exchange, host: Host, body: Any, prompts: list[list[int]], field: str,
+        self, app: Models, http: HTTPRequest, host: Host, body: Any, prompts: list[list[int]], field: str,
         **more: Any,
     ):  # fmt: skip
-        self.app, self.x, self.host, self.prompts, self.field = app, x, host, prompts, field
+        self.app, self.http, self.host, self.prompts, self.field = app, http, host, prompts, field
         self.mask = more.pop("mask", None)
         given = {k: v for k, v in msgspec.structs.asdict(body).items() if v is not None}
         if "stream_options" in given and not given.get("stream"):
-            raise Refusal(400, "stream_options are for stream=true", "stream_options")
+            raise HTTPError(400, "stream_options are for stream=true", "stream_options")
         used = 1 if host.model.reads_source else max(map(len, prompts), default=0)
         self.sized = settings_of(host.model, self.asked(given, more) | more)
         self.settings = self.sized(used)
         longest, new = context_of(host.model), self.settings.max_new_tokens
         if longest is not None and used + new > longest:
             why = f"{used} tokens of prompt and {new} new ones are more than the model's context of"
-            raise Refusal(400, f"{why} {longest}; send less", field, "context_length_exceeded")
+            raise HTTPError(400, f"{why} {longest}; send less", field, "context_length_exceeded")
         whose = [
-            x.who,
+            http.who,
             *(given.get(name, "") for name in ("user", "safety_identifier", "cache_salt")),
         ]
         self.salt = hashlib.sha256("\0".join(whose).encode()).hexdigest()
-        self.priority, most = given.get("priority", 0), x.user.priority if x.user else 0
+        self.priority, most = given.get("priority", 0), http.user.priority if http.user else 0
         if self.priority > most:
             why = f"priority is {self.priority}; the largest of this key is {most}"
-            raise Refusal(400, why, "priority")
+            raise HTTPError(400, why, "priority")
         self.created, self.usage = int(time.time()), {"prompt": sum(map(len, prompts)), "new": 0}
         self.cached = self.thought = 0
         # Log probabilities for each token, if they are listed, and in all.
@@ -84,7 +84,7 @@ class Ask:
         self.numbers = tokens * self.listed
         if self.numbers > app.limits.numbers:
             why = f"up to {self.numbers:,} log probabilities; this server gives {app.limits.numbers:,}"
-            raise Refusal(400, f"{why}: ask for fewer, or of fewer tokens", "logprobs")
+            raise HTTPError(400, f"{why}: ask for fewer, or of fewer tokens", "logprobs")
 
     def asked(self, given: Data, more: Data) -> Data:
         """The engine's settings of a body's fields, and `more` of them; else as the model's folder says; else one
@@ -97,19 +97,19 @@ class Ask:
         beams: int = given.get("beams", usual if n <= usual else 1)
         self.n, self.copies, self.stop = n, 1, check_stop(given.get("stop", ()))
         if n > limits.n:
-            raise Refusal(400, f"n is {n}; this server gives at most {limits.n} answers", "n")
+            raise HTTPError(400, f"n is {n}; this server gives at most {limits.n} answers", "n")
         if n > beams > 1:
-            raise Refusal(400, f"n is {n}, more than {beams} beams", "n")
+            raise HTTPError(400, f"n is {n}, more than {beams} beams", "n")
         if sum(map(len, self.stop)) > 4096 or (self.stop and beams > 1):
             why = "not with beams" if beams > 1 else "4,096 characters in all"
-            raise Refusal(400, f"stop strings: {why}", "stop")
+            raise HTTPError(400, f"stop strings: {why}", "stop")
         if self.stop:
             self.host.words("stop")
         size = written(self.host.model).vocab
         for name in ("logit_bias", "stop_token_ids"):
             if (most := max(given.get(name, ()), default=0)) >= size:
                 why = f"{name} has the token {most}, the vocabulary ends with {size - 1}"
-                raise Refusal(400, why, name)
+                raise HTTPError(400, why, name)
         settings: Data = {"seed": secrets.randbits(62)}
         settings |= {ours: given[name] for name, ours in RENAMED.items() if name in given}
         if settings.get("top_k") == -1:
@@ -151,14 +151,16 @@ class Ask:
             finally:
                 for ticket in tickets:
                     self.host.cancel(ticket)
-                self.x.first = min((t.first for t in tickets if t.first is not None), default=None)
-                self.app.spent(self.x, self.host, **self.usage)
-                self.x.note["cached"] = self.cached
+                self.http.first = min(
+                    (t.first for t in tickets if t.first is not None), default=None
+                )
+                self.app.spent(self.http, self.host, **self.usage)
+                self.http.note["cached"] = self.cached
                 if all(ticket.results is not None for ticket in tickets):
                     pairs = zip(self.prompts, tickets)
                     texts = [(ids, r.ids) for ids, ticket in pairs for r in ticket.results or []]
                     size = sum(len(prompt) + len(answer) for prompt, answer in texts)
-                    self.app.remember(self.name, Ran(self.x.who, self.host.name, texts, size))
+                    self.app.remember(self.name, Ran(self.http.who, self.host.name, texts, size))
 
     def checked(self, ticket: Ticket) -> list[Result]:
         """Results that are answers."""
@@ -171,10 +173,10 @@ class Ask:
             mask = ticket.request.mask
             if result.finish == "error" and isinstance(mask, Matching) and mask.fault is not None:
                 why = f"the answer could not be held to its form: {mask.fault}"
-                raise Refusal(400, why, mask.param, "schema_too_complex")
+                raise HTTPError(400, why, mask.param, "schema_too_complex")
             if result.finish not in FINISH:
                 why = f"the answer could not be completed: {result.error}"
-                raise Refusal(500, why) from ticket.cause
+                raise HTTPError(500, why) from ticket.cause
         return ticket.results or []
 
     async def results(self) -> list[list[Result]]:
@@ -208,7 +210,7 @@ class Ask:
 
     def head(self, kind: str, prefix: str) -> Data:
         """How every answer and every chunk of one begins."""
-        self.name = prefix + self.x.id.removeprefix("req_")
+        self.name = prefix + self.http.id.removeprefix("req_")
         about = {"id": self.name, "object": kind, "created": self.created, "model": self.host.name}
         return {**about, "system_fingerprint": self.host.fingerprint}
 
@@ -248,25 +250,25 @@ class Ask:
         self, body: Any, head: Data, choices: Callable[..., list[Data]], first: Sequence[Data] = ()
     ) -> None:
         """The answer, or a chunk for each choice; `choices` makes them of what an answer says."""
-        x, options = self.x, body.stream_options
+        http, options = self.http, body.stream_options
         if not body.stream:
             found = [c async for batch in self.said(False) for c in await self.made(batch, choices)]
             answers = [choice for _, choice in sorted(found, key=itemgetter(0))]
-            await x.json({**head, "choices": answers, "usage": self.spent()})
+            await http.json({**head, "choices": answers, "usage": self.spent()})
             return
         usage = options is not None and bool(options.include_usage)
         more = {"usage": None} if usage else {}
         with self.app.streaming():
             async for batch in self.said(True):
                 made = [choice for _, choice in await self.made(batch, choices)]
-                if not x.status:
-                    await x.stream()
+                if not http.status:
+                    await http.stream()
                     made = [*first, *made]
                 if made:
-                    await x.events([{**head, "choices": [c], **more} for c in made])
+                    await http.events([{**head, "choices": [c], **more} for c in made])
             if usage:
-                await x.events([{**head, "choices": [], "usage": self.spent()}])
-            await x.done()
+                await http.events([{**head, "choices": [], "usage": self.spent()}])
+            await http.done()
 
 
 def thoughts(host: Host, ids: Sequence[int]) -> int:
@@ -332,26 +334,26 @@ def finite(x: float | None) -> float:
     return -9999.0 if x is None else max(x, -9999.0)
 
 
-async def completions(app: Models, x: Exchange, body: schemas.Completion) -> None:
+async def completions(app: Models, http: HTTPRequest, body: schemas.Completion) -> None:
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise Refusal(400, "best_of: this server gives all n answers; leave it out", "best_of")
+        raise HTTPError(400, "best_of: this server gives all n answers; leave it out", "best_of")
     host, listed = app.writer(body.model), body.logprobs is not None
     if body.stream and body.echo and listed:
-        raise Refusal(400, "echo with logprobs cannot be streamed; leave one out", "echo")
+        raise HTTPError(400, "echo with logprobs cannot be streamed; leave one out", "echo")
     if body.echo and host.model.reads_source:
-        raise Refusal(400, "an encoder-decoder's prompt is no part of its answer", "echo")
+        raise HTTPError(400, "an encoder-decoder's prompt is no part of its answer", "echo")
     # The engine says one token at least; it is dropped where none is wanted.
     most = 16 if body.max_tokens is None else body.max_tokens
     if most == 0 and not body.echo:
         why = "max_tokens is 0: only with echo is there something to give"
-        raise Refusal(400, why, "max_tokens")
+        raise HTTPError(400, why, "max_tokens")
     more: Data = {"max_new_tokens": max(1, most)}
     if listed:
         more |= {"top_logprobs": body.logprobs if (body.beams or 1) == 1 else 0}
         more |= {"prompt_logprobs": True} if body.echo else {}
 
     prompts = await prompts_of(app, host, body.prompt, "prompt")
-    ask = await app.worker(lambda: Ask(app, x, host, body, prompts, "prompt", **more))
+    ask = await app.worker(lambda: Ask(app, http, host, body, prompts, "prompt", **more))
     offsets, echoed = defaultdict[int, Offsets](Offsets), dict[int, str]()
     if body.echo:
         decode = host.words("echo").decode
@@ -372,7 +374,9 @@ async def completions(app: Models, x: Exchange, body: schemas.Completion) -> Non
     await ask.send(body, ask.head("text_completion", "cmpl-"), choices)
 
 
-async def conversation(app: Models, x: Exchange, body: schemas.Chat) -> tuple[Ask, list[Reader]]:
+async def conversation(
+    app: Models, http: HTTPRequest, body: schemas.Chat
+) -> tuple[Ask, list[Reader]]:
     """What a chat asks for, and a reader for each answer."""
     host, choice = app.writer(body.model), body.tool_choice
     tools = [tool.function for tool in body.tools or []]
@@ -390,14 +394,14 @@ async def conversation(app: Models, x: Exchange, body: schemas.Chat) -> tuple[As
     usual = min(app.limits.new_tokens, folder_settings(host.model)[0].get("max_new_tokens", left))
     most = body.max_completion_tokens or body.max_tokens or min(usual, left)
     more |= {"mask": mask, "max_new_tokens": most}
-    ask = await app.worker(lambda: Ask(app, x, host, body, [ids], "messages", **more))
+    ask = await app.worker(lambda: Ask(app, http, host, body, [ids], "messages", **more))
     return ask, [Reader(bool(usable)) for _ in range(ask.n)]
 
 
-async def chat(app: Models, x: Exchange, body: schemas.Chat) -> None:
+async def chat(app: Models, http: HTTPRequest, body: schemas.Chat) -> None:
     if body.top_logprobs and not body.logprobs:
-        raise Refusal(400, "top_logprobs needs logprobs=true", "top_logprobs")
-    ask, readers = await conversation(app, x, body)
+        raise HTTPError(400, "top_logprobs needs logprobs=true", "top_logprobs")
+    ask, readers = await conversation(app, http, body)
 
     def delta(i: int, change: Any, logprobs: Any = None, why: str | None = None) -> Data:
         return {"index": i, "delta": change, "logprobs": logprobs, "finish_reason": why}
@@ -434,7 +438,7 @@ def as_chat(body: schemas.Response) -> schemas.Chat:
         where, needs = f"input[{i}]", NEEDS[item.type]
         given: Any = [getattr(item, name) for name in needs]
         if None in given:
-            raise Refusal(400, f"{where}: a {item.type} has {' and '.join(needs)}", where)
+            raise HTTPError(400, f"{where}: a {item.type} has {' and '.join(needs)}", where)
         if item.type == "message":
             messages.append(schemas.Message(*given))
         elif item.type == "function_call":
@@ -525,20 +529,20 @@ class Output:
         return [*events, *more]
 
 
-async def responses(app: Models, x: Exchange, body: schemas.Response) -> None:
+async def responses(app: Models, http: HTTPRequest, body: schemas.Response) -> None:
     try:
-        await respond(app, x, body)
-    except Refusal as refusal:
+        await respond(app, http, body)
+    except HTTPError as raised:
         # It is a chat inside, whose fields have other names.
-        error = refusal.body["error"]
+        error = raised.body["error"]
         error["param"] = NAMES.get(error["param"], error["param"])
         raise
 
 
-async def respond(app: Models, x: Exchange, body: schemas.Response) -> None:
+async def respond(app: Models, http: HTTPRequest, body: schemas.Response) -> None:
     if not isinstance(body.input, str):
         check_turns(app, app.writer(body.model), body.input, "input")
-    ask, (reader,) = await conversation(app, x, await app.worker(lambda: as_chat(body)))
+    ask, (reader,) = await conversation(app, http, await app.worker(lambda: as_chat(body)))
     form = (body.text and body.text.format) or schemas.ResponseFormat("text")
     output, stream, settings = Output(), bool(body.stream), ask.settings
     ask.head("response", "resp_")
@@ -582,8 +586,8 @@ async def respond(app: Models, x: Exchange, body: schemas.Response) -> None:
                     last = over(finish)
                     events.append({"type": f"response.{last['status']}", "response": last})
             if stream and events:
-                if not x.status:
-                    await x.stream()
-                await x.events(events, named=True)
+                if not http.status:
+                    await http.stream()
+                await http.events(events, named=True)
                 events = []
-        await (x.done(b"") if stream else x.json(last))
+        await (http.done(b"") if stream else http.json(last))

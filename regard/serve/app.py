@@ -26,7 +26,7 @@ from regard.decode.check import context_of
 from regard.errors import ENVIRONMENT, VERSION, Fault, UsageError, nearest
 from regard.see import page
 from regard.serve import answers, schemas, tasks
-from regard.serve.edge import LOG, Exchange, Gone, Held, Refusal, labelled, refused
+from regard.serve.edge import LOG, Gone, Held, HTTPError, HTTPRequest, labelled, refused
 from regard.serve.host import Host, Models, serves
 from regard.serve.prompts import chat_ids, encoded
 from regard.serve.sandbox import GRAMMARS, TEXTS
@@ -102,77 +102,81 @@ class App(Models):
             self.pool.shutdown(wait=False, cancel_futures=True)
             await send({"type": "lifespan.shutdown.complete"})
             return
-        x = Exchange(scope, receive, send, self.limits, self.held)
-        self.exchanges += 1
+        http = HTTPRequest(scope, receive, send, self.limits, self.held)
+        self.active += 1
         try:
             try:
-                await self.answer(x)
-            except Refusal as error:
-                await x.refuse(error)
+                await self.answer(http)
+            except HTTPError as error:
+                await http.refuse(error)
             except UsageError as error:
                 # A mistake that the library found, whatever found it.
-                await x.refuse(refused(error))
+                await http.refuse(refused(error))
             except Gone:
                 raise
             except Exception as error:
-                fault = Refusal(500, "the server failed; its log says why", code="internal_error")
+                fault = HTTPError(500, "the server failed; its log says why", code="internal_error")
                 fault.__cause__ = error
-                await x.refuse(fault)
+                await http.refuse(fault)
         except (Gone, asyncio.CancelledError) as gone:
-            x.note["gone"] = True
+            http.note["gone"] = True
             if isinstance(gone, asyncio.CancelledError):
                 raise
         finally:
-            self.exchanges -= 1
-            x.release()
-            self.count(x)
+            self.active -= 1
+            http.release()
+            self.count(http)
 
-    async def answer(self, x: Exchange) -> None:
-        path, method, fields = x.scope["path"], x.scope["method"], len(x.scope["headers"])
-        host, origin = x.headers.get("host", ""), x.headers.get("origin")
+    async def answer(self, http: HTTPRequest) -> None:
+        path, method, fields = http.scope["path"], http.scope["method"], len(http.scope["headers"])
+        host, origin = http.headers.get("host", ""), http.headers.get("origin")
         if fields > self.limits.headers:
-            raise Refusal(431, f"{fields} header fields; send at most {self.limits.headers}")
+            raise HTTPError(431, f"{fields} header fields; send at most {self.limits.headers}")
         if self.local and not LOCAL.fullmatch(host):
-            raise Refusal(403, "this server answers to localhost alone")
+            raise HTTPError(403, "this server answers to localhost alone")
         if origin is not None and origin.partition("://")[2] != host:
-            raise Refusal(403, "requests from other pages are not answered")
+            raise HTTPError(403, "requests from other pages are not answered")
         if origin is not None and self.guard.path is None and not own_name(host):
             # Its page may be a stranger's, who has given a name of theirs this machine's address.
-            raise Refusal(403, "without keys, pages are answered by this machine's address or name")
+            raise HTTPError(
+                403, "without keys, pages are answered by this machine's address or name"
+            )
         if path in self.files and method in ("GET", "HEAD"):
             content, kind = self.files[path]
-            await x.reply(content, kind, **POLICY)
+            await http.reply(content, kind, **POLICY)
             return
-        self.guard.admit(x, path)
-        if self.exchanges > 2 * (self.limits.streams + self.limits.queue):
-            raise Refusal(503, "too many connections", code="overloaded", wait=1)
+        self.guard.admit(http, path)
+        if self.active > 2 * (self.limits.streams + self.limits.queue):
+            raise HTTPError(503, "too many connections", code="overloaded", wait=1)
         known = "/v1/models" if path.startswith("/v1/models/") else path
         route = ROUTES.get(known)
         if route is None:
-            raise Refusal(404, f"there is no {path!r:.80}; {nearest(path, ROUTES)}")
+            raise HTTPError(404, f"there is no {path!r:.80}; {nearest(path, ROUTES)}")
         takes = "GET, HEAD" if route.schema is None else "POST"
         if method not in takes.split(", "):
-            raise Refusal(405, f"{path} takes {takes}, not {method:.20}", headers={"allow": takes})
-        if path.startswith("/admin/") and not (x.user and x.user.admin):
-            raise Refusal(403, "loading and unloading need a key that is an admin's")
-        x.note["path"] = known
+            raise HTTPError(
+                405, f"{path} takes {takes}, not {method:.20}", headers={"allow": takes}
+            )
+        if path.startswith("/admin/") and not (http.user and http.user.admin):
+            raise HTTPError(403, "loading and unloading need a key that is an admin's")
+        http.note["path"] = known
         if route.schema is None:
-            await route.run(self, x)
+            await route.run(self, http)
         else:
-            body = await x.read(route.schema)
+            body = await http.read(route.schema)
             if body.model in self.folders:
-                x.note["model"] = body.model
-            await x.unless_gone(route.run(self, x, body))
+                http.note["model"] = body.model
+            await http.unless_gone(route.run(self, http, body))
 
-    def count(self, x: Exchange) -> None:
+    def count(self, http: HTTPRequest) -> None:
         """Metrics and one line of log; neither holds a word of a prompt."""
-        note, seconds = x.note, asyncio.get_running_loop().time() - x.began
-        path, status = note.pop("path", "other"), x.status or 499
+        note, seconds = http.note, asyncio.get_running_loop().time() - http.began
+        path, status = note.pop("path", "other"), http.status or 499
         model = note.get("model", "")
         self.metrics.add("regard_requests_total", model=model, path=path, status=status)
         self.metrics.time("regard_request_seconds", seconds, model=model)
-        if x.first is not None:
-            first = x.first - x.began
+        if http.first is not None:
+            first = http.first - http.began
             self.metrics.time("regard_first_token_seconds", first, model=model)
             self.metrics.time("vllm:time_to_first_token_seconds", first, model_name=model)
             self.metrics.time("vllm:e2e_request_latency_seconds", seconds, model_name=model)
@@ -184,8 +188,8 @@ class App(Models):
             self.metrics.add("vllm:prefix_cache_queries_total", note["prompt"], model_name=model)
             self.metrics.add("vllm:prefix_cache_hits_total", note["cached"], model_name=model)
         more = "".join(f" {k}={v}" for k, v in note.items())
-        what = (x.scope["method"], path, status, seconds * 1e3, more)
-        LOG.info("%s %s %s %d %.0f ms%s", x.id, *what)
+        what = (http.scope["method"], path, status, seconds * 1e3, more)
+        LOG.info("%s %s %s %d %.0f ms%s", http.id, *what)
 
 
 def model_data(host: Host) -> dict[str, Any]:
@@ -196,27 +200,27 @@ def model_data(host: Host) -> dict[str, Any]:
     return about
 
 
-async def models(app: App, x: Exchange) -> None:
+async def models(app: App, http: HTTPRequest) -> None:
     """All models, or the one that the path names."""
-    name = x.scope["path"].removeprefix("/v1/models").removeprefix("/")
+    name = http.scope["path"].removeprefix("/v1/models").removeprefix("/")
     each = [model_data(host) for host in ([app.host(name)] if name else app.hosts.values())]
-    await x.json(each[0] if name else {"object": "list", "data": each})
+    await http.json(each[0] if name else {"object": "list", "data": each})
 
 
-async def health(app: App, x: Exchange) -> None:
+async def health(app: App, http: HTTPRequest) -> None:
     dead = [host.name for host in app.hosts.values() if host.dead is not None]
-    await x.json({"status": "failed" if dead else "ok"}, 503 if dead else 200)
+    await http.json({"status": "failed" if dead else "ok"}, 503 if dead else 200)
 
 
-async def ready(app: App, x: Exchange) -> None:
+async def ready(app: App, http: HTTPRequest) -> None:
     going = [host for host in app.hosts.values() if host.dead is None and not host.closing]
     state = "ready" if all(host.warm for host in going) else "warming"
     state = "draining" if app.draining else state if going else "empty"
-    await x.json({"status": state}, 200 if state == "ready" else 503)
+    await http.json({"status": state}, 200 if state == "ready" else 503)
 
 
-async def metrics(app: App, x: Exchange) -> None:
-    gauges: dict[str, float] = {"regard_streams": app.streams, "regard_exchanges": app.exchanges}
+async def metrics(app: App, http: HTTPRequest) -> None:
+    gauges: dict[str, float] = {"regard_streams": app.streams, "regard_exchanges": app.active}
     for name, host in app.hosts.items():
 
         def gauge(what: str, value: float, name: str = name) -> None:
@@ -234,13 +238,13 @@ async def metrics(app: App, x: Exchange) -> None:
                 gauge("regard_pages", len(pool.users))
                 gauge("regard_pages_free", pool.available)
                 gauge("vllm:kv_cache_usage_perc", 1 - pool.available / len(pool.users))
-    await x.reply(app.metrics.text(gauges).encode(), "text/plain; version=0.0.4; charset=utf-8")
+    await http.reply(app.metrics.text(gauges).encode(), "text/plain; version=0.0.4; charset=utf-8")
 
 
-async def tokenize(app: App, x: Exchange, body: schemas.Tokenize) -> None:
+async def tokenize(app: App, http: HTTPRequest, body: schemas.Tokenize) -> None:
     host = app.host(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise Refusal(400, "give prompt or messages, one of them", "prompt")
+        raise HTTPError(400, "give prompt or messages, one of them", "prompt")
 
     most = app.limits.prompt
     if body.messages is not None:
@@ -249,18 +253,18 @@ async def tokenize(app: App, x: Exchange, body: schemas.Tokenize) -> None:
         how = {"special": body.add_special_tokens, "literal": body.literal}
         (ids,) = await encoded(app, host, [body.prompt or ""], most, "prompt", **how)
     texts = await app.worker(lambda: [answers.shown(host.token(i)) for i in ids])
-    await x.json({"tokens": ids, "count": len(ids), "texts": texts})
+    await http.json({"tokens": ids, "count": len(ids), "texts": texts})
 
 
-async def detokenize(app: App, x: Exchange, body: schemas.Detokenize) -> None:
+async def detokenize(app: App, http: HTTPRequest, body: schemas.Detokenize) -> None:
     host, skip = app.host(body.model), body.skip_special_tokens
     if len(body.tokens) > app.limits.prompt:
-        raise Refusal(
+        raise HTTPError(
             400, f"{len(body.tokens):,} tokens; send at most {app.limits.prompt:,}", "tokens"
         )
     decode = host.words("tokens").decode
     text = await app.worker(lambda: decode(body.tokens, skip_special=skip), "tokens")
-    await x.json({"prompt": text})
+    await http.json({"prompt": text})
 
 
 @functools.cache
@@ -281,9 +285,9 @@ def described() -> bytes:
     return msgspec.json.encode({**head, "paths": paths, "components": {"schemas": parts}})
 
 
-async def openapi(app: App, x: Exchange) -> None:
+async def openapi(app: App, http: HTTPRequest) -> None:
     """What this server takes, from the same structs that check it."""
-    await x.reply(described(), "application/json")
+    await http.reply(described(), "application/json")
 
 
 class Route(NamedTuple):
@@ -294,11 +298,11 @@ class Route(NamedTuple):
 ROUTES = {
     "/health": Route(health),
     "/ready": Route(ready),
-    "/version": Route(lambda app, x: x.json({"version": VERSION})),
+    "/version": Route(lambda app, http: http.json({"version": VERSION})),
     "/metrics": Route(metrics),
     "/openapi.json": Route(openapi),
     "/v1/models": Route(models),
-    "/v1/limits": Route(lambda app, x: x.json(dataclasses.asdict(app.limits))),
+    "/v1/limits": Route(lambda app, http: http.json(dataclasses.asdict(app.limits))),
     "/tokenize": Route(tokenize, schemas.Tokenize),
     "/detokenize": Route(detokenize, schemas.Detokenize),
     "/v1/completions": Route(answers.completions, schemas.Completion),
@@ -390,7 +394,7 @@ def serve(app: App, sock: socket.socket) -> int:
     for name in ("uvicorn", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     server_for(app).run([sock])
-    if app.exchanges:
+    if app.active:
         # What could not be finished in time is dropped with its threads.
         os._exit(1)
     return 0

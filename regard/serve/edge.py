@@ -1,5 +1,6 @@
-"""The edge: one exchange with a client. Bodies in, within limits; JSON or server-sent events out; errors in OpenAI's
-shape, from sentences that name no file and no prompt. Who may ask, and how much: keys and rates. What is counted."""
+"""The edge: one HTTP request and its answer. Bodies in, within limits; JSON or server-sent events out; errors in
+OpenAI's form, from sentences that name no file and no prompt. Who may ask, and how much: keys and rates. What is
+counted."""
 
 from __future__ import annotations
 
@@ -70,8 +71,8 @@ class Limits:
     drain: float = 30.0  # seconds for what runs when the server is told to end
 
 
-class Refusal(Exception):
-    """An answer that is an error, in OpenAI's shape."""
+class HTTPError(Exception):
+    """An answer that is an error, in OpenAI's form."""
 
     def __init__(
         self, status: int, message: str, param: Any = None, code: Any = None, wait: float = 0,
@@ -84,20 +85,20 @@ class Refusal(Exception):
         self.headers |= {"retry-after": str(max(1, round(wait)))} if wait else {}
 
 
-def refused(error: UsageError, param: str | None = None) -> Refusal:
+def refused(error: UsageError, param: str | None = None) -> HTTPError:
     """A mistake that the library found in a request; without its hints about commands. Where nobody knows the field,
     the sentence may: "top_p is 2; ...", "leave top_k=3 out"."""
     text = re.sub(r" \(--[^()]*\)", "", str(error))
     for ours, theirs in CALLED.items():
         text = re.sub(rf"\b{ours}\b", theirs, text)
     named = SETTING.search(text) if param is None else None
-    return Refusal(400, text, named[1] or named[2] if named else param)
+    return HTTPError(400, text, named[1] or named[2] if named else param)
 
 
-def late(limits: Limits) -> Refusal:
+def late(limits: Limits) -> HTTPError:
     """Not a 408: clients would ask the same again, at once, of a server that has too much to do."""
     why = f"no answer within {limits.deadline:g} seconds; ask for less"
-    return Refusal(400, why, code="deadline_exceeded")
+    return HTTPError(400, why, code="deadline_exceeded")
 
 
 class Gone(Exception):
@@ -112,7 +113,7 @@ class Held:
 
 
 @dataclass
-class Exchange:
+class HTTPRequest:
     """One request and its answer."""
 
     scope: dict[str, Any]
@@ -152,9 +153,9 @@ class Exchange:
                     body += part if size <= self.limits.body else b""
         except TimeoutError:
             if size <= self.limits.body:
-                raise Refusal(408, "the body did not come in time; send it at once") from None
+                raise HTTPError(408, "the body did not come in time; send it at once") from None
         if size > self.limits.body:
-            raise Refusal(413, f"the body is larger than {self.limits.body:,} bytes; send less")
+            raise HTTPError(413, f"the body is larger than {self.limits.body:,} bytes; send less")
         return bytes(body)
 
     def hold(self, size: int) -> None:
@@ -165,7 +166,7 @@ class Exchange:
             why = f"other requests have {others:,} bytes; come back later"
             # The rest of it is left unread.
             closing = {"connection": "close"}
-            raise Refusal(429, why, code="queue_full", wait=1, headers=closing)
+            raise HTTPError(429, why, code="queue_full", wait=1, headers=closing)
         self.held, self.all_held.bytes = self.held + more, self.all_held.bytes + more
 
     def release(self) -> None:
@@ -175,7 +176,7 @@ class Exchange:
         """The body as a struct; what is wrong is named by its field."""
         kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise Refusal(415, "the body must be JSON; send Content-Type: application/json")
+            raise HTTPError(415, "the body must be JSON; send Content-Type: application/json")
         try:
             return msgspec.json.decode(await self.body(), type=schema)
         except msgspec.ValidationError as error:
@@ -185,9 +186,9 @@ class Exchange:
             where = ".".join(x for x in (at[1] if at else "", last) if x)
             why = AT.sub("", text) + (f" - at {where}" if where else "")
             # A field may be called nothing.
-            raise Refusal(400, why, where if where or named else None) from None
+            raise HTTPError(400, why, where if where or named else None) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise Refusal(400, f"the body is not JSON: {error!s:.200}") from None
+            raise HTTPError(400, f"the body is not JSON: {error!s:.200}") from None
 
     async def unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
         """What `work` gives; if the client leaves first, `work` is cancelled."""
@@ -249,7 +250,7 @@ class Exchange:
     async def json(self, data: Any, status: int = 200, **headers: str) -> None:
         await self.reply(msgspec.json.encode(data), "application/json", status, **headers)
 
-    async def refuse(self, error: Refusal) -> None:
+    async def refuse(self, error: HTTPError) -> None:
         """An error: as the answer, or, where that has begun, as its last event. One that is ours is in the log, with
         its frames, under the id that the answer names."""
         if error.status >= 500:
@@ -324,7 +325,7 @@ class Guard:
         self.keys = [] if path is None else read_keys(path)
         self.rates: dict[tuple[str, str, float], tuple[float, float]] = {}  # left, and when
 
-    def admit(self, x: Exchange, path: str) -> None:
+    def admit(self, http: HTTPRequest, path: str) -> None:
         """Find the key's entry; refuse a request without one, or beyond its rates."""
         if self.path is None or path in PUBLIC:
             return
@@ -334,19 +335,21 @@ class Guard:
                 self.keys = read_keys(self.path)
             except UsageError:
                 LOG.warning("the file of keys cannot be read; the keys stay as they were")
-        scheme, _, key = x.headers.get("authorization", "").partition(" ")
+        scheme, _, key = http.headers.get("authorization", "").partition(" ")
         digest = hashlib.sha256(key.strip().encode("latin-1")).hexdigest()
         found = [k for k in self.keys if compare_digest(k.sha256, digest)]
         if scheme.lower() != "bearer" or not found:
             why = "this server needs an API key: Authorization: Bearer KEY"
-            raise Refusal(401, why, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-        x.user = found[0]
+            raise HTTPError(
+                401, why, code="invalid_api_key", headers={"www-authenticate": "Bearer"}
+            )
+        http.user = found[0]
         for kind in ("requests", "tokens"):
-            if (left := self.left(x.user, kind)) < 1:
-                why = f"the key {x.user.name} has used its {kind} of this minute"
-                wait = (1 - left) * 60 / getattr(x.user, kind)
-                raise Refusal(429, why, code="rate_limit_exceeded", wait=wait)
-        self.left(x.user, "requests", 1)
+            if (left := self.left(http.user, kind)) < 1:
+                why = f"the key {http.user.name} has used its {kind} of this minute"
+                wait = (1 - left) * 60 / getattr(http.user, kind)
+                raise HTTPError(429, why, code="rate_limit_exceeded", wait=wait)
+        self.left(http.user, "requests", 1)
 
     def left(self, key: Key, kind: str, taken: float = 0) -> float:
         """What is left of a rate: so many a minute, and a minute's worth at once."""

@@ -19,7 +19,7 @@ import numpy as np
 from llguidance import LLMatcher
 
 from regard.serve import schemas
-from regard.serve.edge import Refusal
+from regard.serve.edge import HTTPError
 from regard.serve.host import Host, Models
 from regard.serve.sandbox import GRAMMARS, TRIAL, About, Vocabulary
 from regard.text import needed
@@ -119,21 +119,21 @@ async def masks_for(
 ) -> Callable[[], Matching] | None:  # fmt: skip
     """What makes the masks of a request, if its form is given."""
     if choice not in (None, "none", "auto", "required") and choice not in [t.name for t in tools]:
-        raise Refusal(400, f"tool_choice names {choice!r:.70}, which is no tool", "tool_choice")
+        raise HTTPError(400, f"tool_choice names {choice!r:.70}, which is no tool", "tool_choice")
     if choice in ("auto", "required") and not tools:
-        raise Refusal(400, f"tool_choice is {choice}, but there are no tools", "tool_choice")
+        raise HTTPError(400, f"tool_choice is {choice}, but there are no tools", "tool_choice")
     calls = bool(tools) and choice != "none"
     kind, param = "text" if form is None else form.type, "tools" if calls else "response_format"
     if kind == "text" and not calls:
         return None
     if kind != "text" and calls:
-        raise Refusal(400, "response_format cannot be joined with tools", "response_format")
+        raise HTTPError(400, "response_format cannot be joined with tools", "response_format")
     given = None if form is None else form.json_schema
     if (kind == "json_schema") != (given is not None):
-        raise Refusal(400, f"response_format {kind}: json_schema has the schema", param)
+        raise HTTPError(400, f"response_format {kind}: json_schema has the schema", param)
     about = host.about
     if about is None or not about.ends:
-        raise Refusal(400, f"{host.name} has no end token, which a grammar needs", param)
+        raise HTTPError(400, f"{host.name} has no end token, which a grammar needs", param)
 
     def written_out() -> str:
         try:
@@ -142,12 +142,12 @@ async def masks_for(
             wanted = {"type": "object"} if given is None else given.schema
             return LLMatcher.grammar_from_json_schema(wanted, overrides=COMPACT)
         except ValueError as error:
-            raise Refusal(400, f"this schema cannot be read: {error!s:.200}", param) from None
+            raise HTTPError(400, f"this schema cannot be read: {error!s:.200}", param) from None
 
     grammar = await app.worker(written_out, param)
     if len(grammar) > app.limits.schema:
         most = f"{app.limits.schema:,} bytes are taken"
-        raise Refusal(400, f"the schema has {len(grammar):,} bytes, at most {most}", param)
+        raise HTTPError(400, f"the schema has {len(grammar):,} bytes, at most {most}", param)
     root = ROOTS.get((about.key, grammar))
     if root is None:
         root = await GRAMMARS.run(lambda: compiled(host, about, grammar, param))
@@ -166,13 +166,13 @@ def compiled(host: Host, about: About, grammar: str, param: str) -> Root:
     if "memory" in answer:
         why = f"it takes more than {memory >> 20} MiB of memory; make it simpler"
     if why:
-        raise Refusal(400, f"this schema cannot be compiled: {why}", param, "schema_too_complex")
+        raise HTTPError(400, f"this schema cannot be compiled: {why}", param, "schema_too_complex")
     if host.grammars is None:
         host.grammars = Vocabulary(needed(host.tokenizer), about.size, about.ends)
     root = Root(host.grammars.matcher(grammar))
     if root.matcher.is_error():
         why = why_not(root.matcher)
-        raise Refusal(400, f"this schema cannot be compiled: {why}", param)
+        raise HTTPError(400, f"this schema cannot be compiled: {why}", param)
     ROOTS.put(key, root, answer["bytes"])
     return root
 

@@ -42,7 +42,7 @@ from regard.fast.invariant import invariant as steady
 from regard.files import resolve_model
 from regard.layers import LM, MLM, Classify
 from regard.machine import pick_device, trim
-from regard.serve.edge import LOG, Exchange, Guard, Limits, Metrics, Refusal, late, refused
+from regard.serve.edge import LOG, Guard, HTTPError, HTTPRequest, Limits, Metrics, late, refused
 from regard.serve.sandbox import About
 from regard.text import Stream, Tokenizer
 
@@ -264,7 +264,7 @@ class Host:
         """Its tokenizer; without one, what a field asks for cannot be."""
         if self.tokenizer is None:
             why = f"{self.name} has no tokenizer, which {param} needs; it reads ids alone"
-            raise Refusal(400, why, param)
+            raise HTTPError(400, why, param)
         return self.tokenizer
 
     def token(self, index: int) -> bytes:
@@ -279,14 +279,14 @@ class Host:
         back."""
         limits = self.models.limits
         if self.dead is not None or self.closing:
-            raise Refusal(503, f"{self.name} is not being served now", code="unavailable", wait=5)
+            raise HTTPError(503, f"{self.name} is not being served now", code="unavailable", wait=5)
         full = self.requests >= limits.queue
         # Alone a request may be as large as its own limits let it.
         full |= bool(self.tokens) and self.tokens + tokens > limits.queue_tokens
         full |= bool(self.numbers and numbers) and self.numbers + numbers > limits.numbers
         if full:
             why = f"{self.name} has {self.requests} requests of {self.tokens:,} tokens"
-            raise Refusal(429, f"{why}; come back later", code="queue_full", wait=1)
+            raise HTTPError(429, f"{why}; come back later", code="queue_full", wait=1)
         self.requests, self.tokens = self.requests + 1, self.tokens + tokens
         self.numbers += numbers
         try:
@@ -332,7 +332,7 @@ class Host:
         except BaseException as error:
             LOG.error("the engine of %s has ended", self.name, exc_info=True)
             self.dead = type(error).__name__
-        fault = Refusal(503, f"{self.name} is served no more", code="unavailable", wait=5)
+        fault = HTTPError(503, f"{self.name} is served no more", code="unavailable", wait=5)
         with suppress(queue.Empty):
             while True:
                 self.inbox.get_nowait()()
@@ -350,7 +350,7 @@ class Host:
                 self._next()()
                 # Requests that are on their way begin together.
                 end = time.monotonic() + HOLD
-                while self.models.exchanges > len(self.open) and time.monotonic() < end:
+                while self.models.active > len(self.open) and time.monotonic() < end:
                     self.inbox.get(timeout=HOLD / 10)()
             while True:
                 self.inbox.get_nowait()()
@@ -440,7 +440,7 @@ class Host:
                 ticket.results = results
                 self.open.discard(ticket)
             elif len(ticket.pending) > BACKLOG:
-                ticket.fail(Refusal(408, "the answer was not read in time", code="slow_reader"))
+                ticket.fail(HTTPError(408, "the answer was not read in time", code="slow_reader"))
                 self.cancel(ticket)
 
 
@@ -462,7 +462,7 @@ class Models:
         memory: float | None = None, local: bool = True,
     ):  # fmt: skip
         self.folders, self.options, self.limits = folders, options, limits
-        self.memory, self.local, self.streams, self.exchanges = memory, local, 0, 0
+        self.memory, self.local, self.streams, self.active = memory, local, 0, 0
         self.guard, self.metrics = Guard(keys), Metrics()
         self.hosts: dict[str, Host] = {}
         self.pool = ThreadPoolExecutor(2, thread_name_prefix="worker")
@@ -508,9 +508,9 @@ class Models:
     def host(self, name: str) -> Host:
         if name not in self.hosts:
             if name in self.folders:
-                raise Refusal(503, f"{name} is not loaded", "model", "model_not_loaded", wait=5)
+                raise HTTPError(503, f"{name} is not loaded", "model", "model_not_loaded", wait=5)
             why = f"there is no model {name!r:.80}; {nearest(name, self.hosts)}"
-            raise Refusal(404, why, "model", "model_not_found")
+            raise HTTPError(404, why, "model", "model_not_found")
         return self.hosts[name]
 
     def writer(self, name: str) -> Host:
@@ -519,7 +519,7 @@ class Models:
         if "completions" not in (kinds := serves(host)):
             what = "an encoder and writes nothing" if host.engine is None else "asked with pictures"
             why = f"{name} is {what}; here it serves {', '.join(kinds) or 'nothing'}"
-            raise Refusal(400, why, "model")
+            raise HTTPError(400, why, "model")
         return host
 
     async def worker(self, job: Callable[[], T], param: str | None = None) -> T:
@@ -529,23 +529,25 @@ class Models:
         except UsageError as error:
             raise refused(error, param) from None
         except RecursionError:
-            raise Refusal(400, "the body is nested too deep; send it flatter", param) from None
+            raise HTTPError(400, "the body is nested too deep; send it flatter", param) from None
 
     @contextmanager
     def streaming(self) -> Iterator[None]:
         if self.streams >= self.limits.streams:
-            raise Refusal(429, f"{self.streams} streams are open", code="too_many_streams", wait=1)
+            raise HTTPError(
+                429, f"{self.streams} streams are open", code="too_many_streams", wait=1
+            )
         self.streams += 1
         try:
             yield
         finally:
             self.streams -= 1
 
-    def spent(self, x: Exchange, host: Host, **tokens: int) -> None:
+    def spent(self, http: HTTPRequest, host: Host, **tokens: int) -> None:
         """Count the tokens of a request: for the log, and for the rate of its key."""
-        x.note |= {"model": host.name, **tokens}
-        if x.user is not None:
-            self.guard.left(x.user, "tokens", sum(tokens.values()))
+        http.note |= {"model": host.name, **tokens}
+        if http.user is not None:
+            self.guard.left(http.user, "tokens", sum(tokens.values()))
 
     def remember(self, name: str, ran: Ran) -> None:
         """Keep the ids of a request for /v1/look: the last ones, if they are not too long, nor all together."""

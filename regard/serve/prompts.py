@@ -11,7 +11,7 @@ import msgspec
 from regard.decode.check import context_of, written
 from regard.decode.graphs import source_length
 from regard.serve import schemas
-from regard.serve.edge import Refusal
+from regard.serve.edge import HTTPError
 from regard.serve.grammar import told_tools
 from regard.serve.host import Host, Models
 from regard.serve.sandbox import TEXTS
@@ -31,9 +31,9 @@ def room(app: Models, host: Host) -> int:
     return min(app.limits.prompt, context_of(host.model) or app.limits.prompt)
 
 
-def too_long(what: str, most: int, param: str) -> Refusal:
+def too_long(what: str, most: int, param: str) -> HTTPError:
     why = f"{param} has {what}; at most {most:,} tokens are read here, so send less"
-    return Refusal(400, why, param, "context_length_exceeded")
+    return HTTPError(400, why, param, "context_length_exceeded")
 
 
 def check_turns(app: Models, host: Host, turns: Sequence[Any], param: str) -> None:
@@ -72,9 +72,9 @@ async def sandboxed(host: Host, param: str, most: int, kind: str, **given: Any) 
     if "count" in answer:
         raise too_long(f"{answer['count']:,} tokens", most, param)
     if "error" in answer:
-        raise Refusal(400, answer["error"], param)
+        raise HTTPError(400, answer["error"], param)
     if "ids" not in answer:
-        raise Refusal(400, f"{param} takes too long to read; send less", param)
+        raise HTTPError(400, f"{param} takes too long to read; send less", param)
     return answer["ids"]
 
 
@@ -83,9 +83,9 @@ async def prompts_of(app: Models, host: Host, given: Any, param: str) -> list[li
     if isinstance(given, str) or all(isinstance(i, int) for i in given):
         given = [given]
     if any(isinstance(prompt, int) for prompt in given):
-        raise Refusal(400, "a prompt is one text or a list of ids; these are mixed", param)
+        raise HTTPError(400, "a prompt is one text or a list of ids; these are mixed", param)
     if len(given) > app.limits.prompts:
-        raise Refusal(400, f"{len(given)} prompts; send at most {app.limits.prompts}", param)
+        raise HTTPError(400, f"{len(given)} prompts; send at most {app.limits.prompts}", param)
     most = room(app, host) if host.model.reads_source else app.limits.prompt
     texts = [prompt for prompt in given if isinstance(prompt, str)]
     if texts:
@@ -95,13 +95,13 @@ async def prompts_of(app: Models, host: Host, given: Any, param: str) -> list[li
     size = (model.config.source if model.reads_source else written(model)).vocab
     for ids in given:
         if not ids:
-            raise Refusal(400, "the prompt is empty; give at least one token", param)
+            raise HTTPError(400, "the prompt is empty; give at least one token", param)
         if len(ids) > most:
             why = f"the prompt has {len(ids):,} tokens; this server takes at most {most:,}"
-            raise Refusal(400, why, param)
+            raise HTTPError(400, why, param)
         if max(ids) >= size:
             why = f"the prompt has the token {max(ids)}, the vocabulary ends with {size - 1}"
-            raise Refusal(400, why, param)
+            raise HTTPError(400, why, param)
     return given
 
 
@@ -113,7 +113,7 @@ async def chat_ids(
     tokenizer, most, param = host.tokenizer, room(app, host), "messages"
     if tokenizer is None or not tokenizer.templates:
         why = f"{host.name} has no chat template; use /v1/completions"
-        raise Refusal(400, why, param, "no_chat_template")
+        raise HTTPError(400, why, param, "no_chat_template")
     if variables:
 
         def check() -> None:
@@ -137,7 +137,7 @@ async def chat_ids(
         return await app.worker(lambda: encode_chat(tokenizer, **given), param)
     except OSError:
         why = "no process could be begun for the chat template; come back later"
-        raise Refusal(503, why, code="overloaded", wait=1) from None
+        raise HTTPError(503, why, code="overloaded", wait=1) from None
 
 
 def plain(message: schemas.Message) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def plain(message: schemas.Message) -> dict[str, Any]:
     content: Any = message.content
     calls = message.tool_calls
     if content is None and not calls:
-        raise Refusal(400, "content is null, and there are no tool_calls", "messages")
+        raise HTTPError(400, "content is null, and there are no tool_calls", "messages")
     if isinstance(content, list):
         content = "".join(part.text for part in content)
     role = "system" if message.role == "developer" else message.role

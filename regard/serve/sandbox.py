@@ -25,7 +25,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from regard.errors import UsageError
-from regard.serve.edge import Refusal
+from regard.serve.edge import HTTPError
 from regard.text import Tokenizer, encode_chat
 from regard.text.worker import Worker
 
@@ -232,13 +232,13 @@ class Sandbox:
     async def run(self, job: Callable[[], T]) -> T:
         """Run something in the thread; too many who wait for it are told to come back."""
         if self.waiting >= WAITING:
-            raise Refusal(429, "too many wait for this; come back", code="queue_full", wait=2)
+            raise HTTPError(429, "too many wait for this; come back", code="queue_full", wait=2)
         self.waiting += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self.pool, job)
         except OSError:
             why = "no process could be begun for this; come back later"
-            raise Refusal(503, why, code="overloaded", wait=1) from None
+            raise HTTPError(503, why, code="overloaded", wait=1) from None
         finally:
             self.waiting -= 1
 

@@ -27,7 +27,7 @@ from regard.see.page import maps as exact_maps
 from regard.see.probe import Probe
 from regard.serve import schemas
 from regard.serve.answers import Ask, chat_logprobs, entries_of, shown
-from regard.serve.edge import Exchange, Refusal
+from regard.serve.edge import HTTPError, HTTPRequest
 from regard.serve.host import Host, Models, serves
 from regard.serve.prompts import check_size, least_tokens, prompts_of, room
 from regard.text import needed
@@ -58,7 +58,7 @@ def serving(app: Models, name: str, kind: str) -> Host:
     """A model that serves this."""
     host = app.host(name)
     if kind not in (kinds := serves(host)):
-        raise Refusal(400, f"{name} does not serve {kind}; it serves {', '.join(kinds)}", "model")
+        raise HTTPError(400, f"{name} does not serve {kind}; it serves {', '.join(kinds)}", "model")
     return host
 
 
@@ -73,18 +73,18 @@ def check_whole(app: Models, sizes: Sequence[int], param: str = "input") -> None
     """A text that is read in one piece has so many tokens at most: others wait for it."""
     if (longest := max(sizes, default=0)) > app.limits.whole:
         most = f"this server reads at most {app.limits.whole:,} in one piece"
-        raise Refusal(400, f"a text has at least {longest:,} tokens; {most}", param)
+        raise HTTPError(400, f"a text has at least {longest:,} tokens; {most}", param)
 
 
-async def embeddings(app: Models, x: Exchange, body: schemas.Embedding) -> None:
+async def embeddings(app: Models, http: HTTPRequest, body: schemas.Embedding) -> None:
     host = serving(app, body.model, "embeddings")
     given: Any = body.input
     if isinstance(given, str) or all(isinstance(i, int) for i in given):
         given = [given]
     if any(isinstance(i, int) for i in given):
-        raise Refusal(400, "a text is one text or a list of ids; these are mixed", "input")
+        raise HTTPError(400, "a text is one text or a list of ids; these are mixed", "input")
     if any(isinstance(i, str) and not i.strip() for i in given):
-        raise Refusal(400, "input has an empty text; give at least one token", "input")
+        raise HTTPError(400, "input has an empty text; give at least one token", "input")
     check_texts(app, host, given)
     embedder = await app.worker(lambda: Embedder(host.opened, normalize=True), "model")
     texts, longest = all(isinstance(i, str) for i in given), embedder.rows.longest
@@ -109,9 +109,9 @@ async def embeddings(app: Models, x: Exchange, body: schemas.Embedding) -> None:
     numbers = len(rows) * (*parts, host.model.config)[0].dim
     vectors = await host.work(_vectors(host, embedder, rows, body), sum(sizes), numbers)
     data = [{"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(vectors)]
-    app.spent(x, host, prompt=sum(sizes))
+    app.spent(http, host, prompt=sum(sizes))
     usage = {"prompt_tokens": sum(sizes), "total_tokens": sum(sizes)}
-    await x.json({"object": "list", "data": data, "model": host.name, "usage": usage})
+    await http.json({"object": "list", "data": data, "model": host.name, "usage": usage})
 
 
 def _vectors(
@@ -124,9 +124,9 @@ def _vectors(
             why = (
                 f"the vectors of {host.name} have {vectors.shape[1]} numbers; leave dimensions out"
             )
-            raise Refusal(400, why, "dimensions")
+            raise HTTPError(400, why, "dimensions")
         if not np.isfinite(vectors).all():
-            raise Refusal(500, "a vector is not finite")
+            raise HTTPError(500, "a vector is not finite")
         for v in vectors:
             found.append(
                 Raw(json.encode(base64.b64encode(v.tobytes()).decode() if coded else v.tolist()))
@@ -135,11 +135,11 @@ def _vectors(
     return found
 
 
-async def translations(app: Models, x: Exchange, body: schemas.Translation) -> None:
+async def translations(app: Models, http: HTTPRequest, body: schemas.Translation) -> None:
     host = app.writer(body.model)
     model = host.model
     if not model.reads_source:
-        raise Refusal(400, f"{host.name} is no encoder-decoder; use /v1/completions", "model")
+        raise HTTPError(400, f"{host.name} is no encoder-decoder; use /v1/completions", "model")
     lines = [body.input] if isinstance(body.input, str) else body.input
     full = [line for line in lines if line.strip()]
 
@@ -149,7 +149,7 @@ async def translations(app: Models, x: Exchange, body: schemas.Translation) -> N
         given = {"max_new_tokens": body.max_tokens, "length_penalty": body.length_penalty}
         given = {name: value for name, value in given.items() if value is not None}
         more = translating(model, prompts, {**given, "temperature": 0.0})
-        return Ask(app, x, host, body, prompts, "input", **more)
+        return Ask(app, http, host, body, prompts, "input", **more)
 
     ask = await app.worker(prepare)
     about, found = ask.head("list", "trans-"), iter(await ask.results())
@@ -166,7 +166,7 @@ async def translations(app: Models, x: Exchange, body: schemas.Translation) -> N
         words = await host.work(_aligned(host, lines, results), sum(sizes), 0, "align")
         for row, pairs in zip(data, words):
             row["align"] = pairs
-    await x.json({**about, "data": data, "usage": ask.spent()})
+    await http.json({**about, "data": data, "usage": ask.spent()})
 
 
 def _aligned(
@@ -179,7 +179,7 @@ def _aligned(
     return found
 
 
-async def classify(app: Models, x: Exchange, body: schemas.Classification) -> None:
+async def classify(app: Models, http: HTTPRequest, body: schemas.Classification) -> None:
     host = serving(app, body.model, "classify")
     classifier = await app.worker(lambda: Classifier(host.opened, name=host.name), "input")
     given, patches = [body.input] if isinstance(body.input, str) else body.input, None
@@ -208,7 +208,7 @@ async def classify(app: Models, x: Exchange, body: schemas.Classification) -> No
     found = iter(await host.work(run(), sum(sizes), numbers))
     each = [[] if row is None else next(found) for row in rows]
     data = [{"index": i, "labels": labels} for i, labels in enumerate(each)]
-    await x.json({"object": "list", "model": host.name, "data": data})
+    await http.json({"object": "list", "model": host.name, "data": data})
 
 
 def _pictures(classifier: Classifier, urls: Sequence[str], start: int) -> list[Tensor]:
@@ -222,11 +222,11 @@ def _pictures(classifier: Classifier, urls: Sequence[str], start: int) -> list[T
                 raise ValueError(f"a picture begins with {URLS[0]}, or {URLS[1]},")
             found.append(classifier.pictures.file(base64.b64decode(coded, validate=True)))
         except ValueError as error:
-            raise Refusal(400, f"input[{i}]: {error}", f"input[{i}]") from None
+            raise HTTPError(400, f"input[{i}]: {error}", f"input[{i}]") from None
     return found
 
 
-async def fill_masks(app: Models, x: Exchange, body: schemas.Fill) -> None:
+async def fill_masks(app: Models, http: HTTPRequest, body: schemas.Fill) -> None:
     host = serving(app, body.model, "fill")
     check_texts(app, host, [body.input])
     filler = await app.worker(lambda: Filler(host.opened), "input")
@@ -241,32 +241,32 @@ async def fill_masks(app: Models, x: Exchange, body: schemas.Fill) -> None:
         return data
 
     data = await host.work(run(), len(ids), len(ids) * body.top)
-    await x.json({"object": "list", "model": host.name, "data": data})
+    await http.json({"object": "list", "model": host.name, "data": data})
 
 
-async def look(app: Models, x: Exchange, body: schemas.Look) -> None:
+async def look(app: Models, http: HTTPRequest, body: schemas.Look) -> None:
     """Where every head looks, exactly: of a request that ran, its prompt and its answer are read once more."""
     host = serving(app, body.model, "look")
     tokenizer, model = needed(host.tokenizer), host.model
     start = [special_of(model).start or 0] if model.reads_source else []
     if (body.id is None) == (body.input is None):
-        raise Refusal(400, "give the id of a request that ran, or input", "id")
+        raise HTTPError(400, "give the id of a request that ran, or input", "id")
     if body.source is not None and not start:
-        raise Refusal(400, f"{host.name} has no encoder; leave source out", "source")
+        raise HTTPError(400, f"{host.name} has no encoder; leave source out", "source")
     source, begins = None, 0
     if body.id is not None:
         ran = app.ran.get(body.id)
-        if ran is None or ran.model != host.name or ran.user != x.who:
+        if ran is None or ran.model != host.name or ran.user != http.who:
             why = f"{body.id!r:.60} is not among the last requests of {host.name}"
-            raise Refusal(404, why, "id")
+            raise HTTPError(404, why, "id")
         if body.choice >= len(ran.texts):
-            raise Refusal(400, f"the request has {len(ran.texts)} answers", "choice")
+            raise HTTPError(400, f"the request has {len(ran.texts)} answers", "choice")
         prompt, answer = ran.texts[body.choice]
         source, ids = (prompt, [*start, *answer]) if start else (None, [*prompt, *answer])
         begins = len(ids) - len(answer)
     else:
         if start and body.source is None:
-            raise Refusal(400, "an encoder-decoder looks at a source", "source")
+            raise HTTPError(400, "an encoder-decoder looks at a source", "source")
         (ids,) = await prompts_of(app, host, body.input, "input")
         if start:
             ids, (source,) = start + ids, await prompts_of(app, host, body.source, "source")
@@ -316,12 +316,12 @@ async def look(app: Models, x: Exchange, body: schemas.Look) -> None:
     cells = min(CELLS, cells)
     if body.encoding_format == "base64":
         seen = await host.work(views(), size, cells, "layers", look=True)
-        await x.json({**kind, "views": seen})
+        await http.json({**kind, "views": seen})
         return
     maps = await host.work(run(), size, cells, "layers", look=True)
     shown_as = {"tokens": ids} | ({} if source is None else {"source": source})
     texts = {name: [shown(host.token(i)) for i in row] for name, row in shown_as.items()}
-    await x.json({**kind, "what": body.what, **texts, "answer": begins, "maps": maps})
+    await http.json({**kind, "what": body.what, **texts, "answer": begins, "maps": maps})
 
 
 def heads_of(config: Any, heads: Sequence[int] | None) -> int:
@@ -334,19 +334,19 @@ def heads_of(config: Any, heads: Sequence[int] | None) -> int:
     return max(1, sum(counts if heads is None else (min(n, len(set(heads))) for n in counts)))
 
 
-async def admin_load(app: Models, x: Exchange, body: schemas.Model) -> None:
+async def admin_load(app: Models, http: HTTPRequest, body: schemas.Model) -> None:
     """Make a model ready that the command line named."""
     if body.model not in app.folders:
-        raise Refusal(404, f"{body.model!r:.80} was not named when the server began", "model")
+        raise HTTPError(404, f"{body.model!r:.80} was not named when the server began", "model")
 
     async def load() -> None:
         if body.model not in app.hosts:
             await app.worker(lambda: app.load(body.model), "model")
 
     await app.change(load())
-    await x.json({"model": body.model, "loaded": True})
+    await http.json({"model": body.model, "loaded": True})
 
 
-async def admin_unload(app: Models, x: Exchange, body: schemas.Model) -> None:
+async def admin_unload(app: Models, http: HTTPRequest, body: schemas.Model) -> None:
     await app.change(app.unload(body.model))
-    await x.json({"model": body.model, "loaded": False})
+    await http.json({"model": body.model, "loaded": False})

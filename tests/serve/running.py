@@ -61,7 +61,7 @@ class Client:
         """Wait until nothing runs."""
         end = time.monotonic() + seconds
         hosts = self.app.hosts.values()
-        while self.app.exchanges or any(
+        while self.app.active or any(
             h.open or h.tickets or not (h.engine is None or h.engine.idle) for h in hosts
         ):
             assert time.monotonic() < end, "something still runs"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from regard.serve.edge import Exchange, Limits, Refusal
+from regard.serve.edge import HTTPError, HTTPRequest, Limits
 from tests.serve.running import Client
 
 BOOK = [{"role": "system", "content": "Book"}, {"role": "user", "content": "What is the best book"}]
@@ -122,10 +122,10 @@ def test_an_error_amid_a_stream_is_an_event() -> None:
         sent.append(message.get("body", b""))
 
     async def stream(named: bool) -> bytes:
-        x = Exchange({"headers": []}, None, send, Limits())  # type: ignore[arg-type]
+        x = HTTPRequest({"headers": []}, None, send, Limits())  # type: ignore[arg-type]
         await x.stream()
         await x.events([{"type": "response.created"}], named=named)
-        await x.refuse(Refusal(408, "too late"))
+        await x.refuse(HTTPError(408, "too late"))
         return sent[-1]
 
     kind, data = asyncio.run(stream(True)).decode().strip().split("\n")

@@ -17,7 +17,7 @@ from regard.cli.serve import Options as Flags
 from regard.cli.serve import run
 from regard.errors import UsageError
 from regard.serve import app as apps
-from regard.serve.edge import Metrics, Refusal, new_key
+from regard.serve.edge import HTTPError, Metrics, new_key
 from tests.serve.running import Client, running
 from tests.serve.test_faults import head
 
@@ -83,7 +83,7 @@ def test_a_failure_is_in_the_log_under_the_id_of_its_answer(
 
         def planted(*_: Any, **__: Any) -> Any:
             if kind == "refusal":
-                raise Refusal(503, "not now")
+                raise HTTPError(503, "not now")
             raise RuntimeError("a fault with a /secret/path")
 
         where: dict[str, tuple[Any, str]]

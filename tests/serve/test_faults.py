@@ -97,7 +97,7 @@ def test_a_reader_that_stalls_is_dropped() -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         sock.connect(("127.0.0.1", client.port))
         sock.sendall(head(body) + body)
-        while not client.app.exchanges:
+        while not client.app.active:
             time.sleep(0.01)
         client.idle()
         sock.close()

@@ -264,12 +264,12 @@ def test_looks_leave_others_their_time(plain: Client) -> None:
 
 
 def test_requests_do_not_wait_for_others_that_never_come(demo: Client) -> None:
-    demo.app.exchanges += 1
+    demo.app.active += 1
     try:
         body = {"model": "demo", "prompt": "Sort:", "max_tokens": 2}
         assert demo.post("/v1/completions", body)["usage"]["completion_tokens"] <= 2
     finally:
-        demo.app.exchanges -= 1
+        demo.app.active -= 1
 
 
 def test_keys_rates_and_models_in_and_out(folders: dict[str, Path], tmp_path: Path) -> None:
