@@ -26,7 +26,7 @@ from regard.decode.settings import Request, Result
 from regard.serve import schemas
 from regard.serve.edge import HTTPError, HTTPRequest, late
 from regard.serve.grammar import Matching, Reader, masks_for
-from regard.serve.host import Entry, Host, Models, Ran, Ticket, arrivals
+from regard.serve.host import Entry, Host, Models, Ran, RequestHandle, arrivals
 from regard.serve.prompts import chat_ids, check_turns, prompts_of
 from regard.text.tokenizer import check_stop
 
@@ -129,9 +129,9 @@ class Ask:
         return settings
 
     @asynccontextmanager
-    async def tickets(self, live: bool) -> AsyncIterator[list[Ticket]]:
+    async def handles(self, live: bool) -> AsyncIterator[list[RequestHandle]]:
         """The requests in the engine's queue; out of it at the end, whatever happens."""
-        wake, tickets, model = asyncio.Event(), list[Ticket](), self.host.model
+        wake, handles, model = asyncio.Event(), list[RequestHandle](), self.host.model
         more: Data = {"salt": self.salt, "priority": self.priority}
         more["deadline"] = time.monotonic() + self.app.limits.deadline
         with self.host.room(self.usage["prompt"], self.numbers):
@@ -145,63 +145,65 @@ class Ask:
                         request.source = torch.tensor(ids, dtype=torch.long)
                         request.ids = [special_of(model).start or 0]
                     request.mask = self.mask() if self.mask else None
-                    tickets.append(Ticket(request, self.host.tokenizer, self.stop, live, wake))
-                    self.host.submit(tickets[-1])
-                yield tickets
+                    handles.append(
+                        RequestHandle(request, self.host.tokenizer, self.stop, live, wake)
+                    )
+                    self.host.submit(handles[-1])
+                yield handles
             finally:
-                for ticket in tickets:
-                    self.host.cancel(ticket)
+                for handle in handles:
+                    self.host.cancel(handle)
                 self.http.first = min(
-                    (t.first for t in tickets if t.first is not None), default=None
+                    (t.first for t in handles if t.first is not None), default=None
                 )
                 self.app.spent(self.http, self.host, **self.usage)
                 self.http.note["cached"] = self.cached
-                if all(ticket.results is not None for ticket in tickets):
-                    pairs = zip(self.prompts, tickets)
-                    texts = [(ids, r.ids) for ids, ticket in pairs for r in ticket.results or []]
+                if all(handle.results is not None for handle in handles):
+                    pairs = zip(self.prompts, handles)
+                    texts = [(ids, r.ids) for ids, handle in pairs for r in handle.results or []]
                     size = sum(len(prompt) + len(answer) for prompt, answer in texts)
                     self.app.remember(self.name, Ran(self.http.who, self.host.name, texts, size))
 
-    def checked(self, ticket: Ticket) -> list[Result]:
+    def checked(self, handle: RequestHandle) -> list[Result]:
         """Results that are answers."""
-        self.cached += min(ticket.request.cached or 0, len(ticket.request.ids))
-        for result in ticket.results or []:
+        self.cached += min(handle.request.cached or 0, len(handle.request.ids))
+        for result in handle.results or []:
             self.usage["new"] += len(result.ids) * self.copies
             self.thought += thoughts(self.host, result.ids) * self.copies
             if result.finish == "deadline":
                 raise late(self.app.limits)
-            mask = ticket.request.mask
+            mask = handle.request.mask
             if result.finish == "error" and isinstance(mask, Matching) and mask.fault is not None:
                 why = f"the answer could not be held to its form: {mask.fault}"
                 raise HTTPError(400, why, mask.param, "schema_too_complex")
             if result.finish not in FINISH:
                 why = f"the answer could not be completed: {result.error}"
-                raise HTTPError(500, why) from ticket.cause
-        return ticket.results or []
+                raise HTTPError(500, why) from handle.cause
+        return handle.results or []
 
     async def results(self) -> list[list[Result]]:
         """All answers, of each prompt."""
-        async with self.tickets(live=False) as tickets:
-            async for _ in arrivals(tickets):
+        async with self.handles(live=False) as handles:
+            async for _ in arrivals(handles):
                 pass
-            return [self.checked(ticket) for ticket in tickets]
+            return [self.checked(handle) for handle in handles]
 
     async def said(self, stream: bool) -> AsyncIterator[list[Said]]:
         """What the answers say while they are made, or, where it is not streamed, each when it is complete."""
         sent: dict[int, int] = defaultdict(int)
-        async with self.tickets(stream) as tickets:
-            async for come in arrivals(tickets):
+        async with self.handles(stream) as handles:
+            async for come in arrivals(handles):
                 batch: list[Said] = []
                 for i, pieces, results in come:
                     pieces = pieces if stream else []
-                    ends = self.checked(tickets[i]) if results is not None else []
+                    ends = self.checked(handles[i]) if results is not None else []
                     for k in sorted({p.sample for p in pieces} | set(range(len(ends)))):
                         new, at, finish = [p for p in pieces if p.sample == k], i * self.n + k, ""
                         text = "".join(p.text for p in new)
                         entries: list[Entry] = [p.entry for p in new]
                         if ends:
                             text, finish = (ends[k].text or "")[sent[at] :], ends[k].finish
-                            if not (stream and tickets[i].live):
+                            if not (stream and handles[i].live):
                                 entries = entries_of(ends[k], self.prompts[i])
                         sent[at] += len(text)
                         batch += [(at + c, text, entries, finish) for c in range(self.copies)]

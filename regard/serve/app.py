@@ -233,7 +233,7 @@ async def metrics(app: App, http: HTTPRequest) -> None:
             waiting, pool = len(host.engine.waiting), host.engine.pool
             gauge("regard_requests_waiting", waiting)
             gauge("vllm:num_requests_waiting", waiting)
-            gauge("vllm:num_requests_running", max(0, len(host.tickets) - waiting))
+            gauge("vllm:num_requests_running", max(0, len(host.handles) - waiting))
             if pool is not None:
                 gauge("regard_pages", len(pool.users))
                 gauge("regard_pages_free", pool.available)

@@ -1,4 +1,4 @@
-"""Models by name, for each the one thread that owns its engine, and tickets for requests that wait for its words.
+"""Models by name, for each the one thread that owns its engine, and handles for requests that wait for its words.
 
 Everything that touches the engine comes through the thread's inbox: requests and cancels before each step, and jobs
 (vectors, labels, a look inside). A job is a generator that stops after each piece, which reads no more tokens than a
@@ -109,10 +109,10 @@ class Piece(NamedTuple):
 
 
 Arrival = tuple[int, list[Piece], list[Result] | None]
-Said = tuple["Ticket", list[Piece], list[Result] | None]
+Said = tuple["RequestHandle", list[Piece], list[Result] | None]
 
 
-class Ticket:
+class RequestHandle:
     """One request on its way; but for `fail` its methods are for the engine's thread. `live`: its text is wanted while
     it is made, or must be to find stop strings."""
 
@@ -169,21 +169,21 @@ class Ticket:
         self.wake.set()
 
 
-async def arrivals(tickets: Sequence[Ticket]) -> AsyncIterator[list[Arrival]]:
-    """What comes for tickets that share their `wake`, until all is there: which ticket, its pieces, its results."""
-    missing = list(range(len(tickets)))
+async def arrivals(handles: Sequence[RequestHandle]) -> AsyncIterator[list[Arrival]]:
+    """What comes for handles that share their `wake`, until all is there: which handle, its pieces, its results."""
+    missing = list(range(len(handles)))
     while missing:
-        await tickets[0].wake.wait()
-        tickets[0].wake.clear()
+        await handles[0].wake.wait()
+        handles[0].wake.clear()
         come: list[Arrival] = []
         for i in missing:
-            ticket = tickets[i]
-            if ticket.fault is not None:
-                raise ticket.fault
-            if ticket.pending or ticket.results is not None:
-                come.append((i, ticket.pending, ticket.results))
-                ticket.pending = []
-        missing = [i for i in missing if tickets[i].results is None]
+            handle = handles[i]
+            if handle.fault is not None:
+                raise handle.fault
+            if handle.pending or handle.results is not None:
+                come.append((i, handle.pending, handle.results))
+                handle.pending = []
+        missing = [i for i in missing if handles[i].results is None]
         if come:
             yield come
 
@@ -227,13 +227,13 @@ class Host:
         if self.tokenizer is not None:
             ends = list(special_of(self.model).eos)
             self.about = About(self.model.origin, written(self.model).vocab, ends)
-        # Of the thread: tickets by the engine's numbers, what the event loop is to be told, and when it was told last.
-        self.tickets: dict[int, Ticket] = {}
+        # Of the thread: handles by the engine's numbers, what the event loop is to be told, and when it was told last.
+        self.handles: dict[int, RequestHandle] = {}
         self.said: list[Said] = []
         self.told = 0.0
-        # Of the event loop: tickets that are not done; requests that have room here, their tokens, and the
+        # Of the event loop: handles that are not done; requests that have room here, their tokens, and the
         # numbers of their answers.
-        self.open: set[Ticket] = set()
+        self.open: set[RequestHandle] = set()
         self.requests = self.tokens = self.numbers = 0
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.jobs, self.looks = deque[Job](), deque[Job]()
@@ -295,17 +295,17 @@ class Host:
             self.requests, self.tokens = self.requests - 1, self.tokens - tokens
             self.numbers -= numbers
 
-    def submit(self, ticket: Ticket) -> None:
+    def submit(self, handle: RequestHandle) -> None:
         """Put a request that has room into the engine's queue; what is wrong with it becomes its fault. Who submits
         also cancels."""
-        self.open.add(ticket)
-        self.inbox.put(lambda: self._enter(ticket))
+        self.open.add(handle)
+        self.inbox.put(lambda: self._enter(handle))
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, handle: RequestHandle) -> None:
         """Take a request out, if it is not done."""
-        self.open.discard(ticket)
-        if ticket.results is None:
-            self.inbox.put(lambda: self._cancel(ticket))
+        self.open.discard(handle)
+        if handle.results is None:
+            self.inbox.put(lambda: self._cancel(handle))
 
     async def work(
         self, pieces: Generator[None, None, T], tokens: int, numbers: int, param: str = "input",
@@ -336,8 +336,8 @@ class Host:
         with suppress(queue.Empty):
             while True:
                 self.inbox.get_nowait()()
-        for ticket in self.tickets.values():
-            ticket.loop.call_soon_threadsafe(ticket.fail, fault)
+        for handle in self.handles.values():
+            handle.loop.call_soon_threadsafe(handle.fail, fault)
         for job in (*self.jobs, *self.looks):
             with suppress(InvalidStateError):
                 job.result.set_exception(fault)
@@ -398,18 +398,18 @@ class Host:
         if job.run():
             jobs.append(job)
 
-    def _enter(self, ticket: Ticket) -> None:
+    def _enter(self, handle: RequestHandle) -> None:
         assert self.engine is not None
         try:
-            self.tickets[self.engine.submit(ticket.request)] = ticket
+            self.handles[self.engine.submit(handle.request)] = handle
         except Exception as error:
             fault = refused(error) if isinstance(error, UsageError) else error
-            ticket.loop.call_soon_threadsafe(ticket.fail, fault)
+            handle.loop.call_soon_threadsafe(handle.fail, fault)
 
-    def _cancel(self, ticket: Ticket) -> None:
-        number = next((n for n, t in self.tickets.items() if t is ticket), None)
+    def _cancel(self, handle: RequestHandle) -> None:
+        number = next((n for n, t in self.handles.items() if t is handle), None)
         if number is not None and self.engine is not None:
-            del self.tickets[number]
+            del self.handles[number]
             self.engine.cancel(number)
 
     def _tell(self, events: list[Event]) -> None:
@@ -417,31 +417,31 @@ class Host:
         now = time.monotonic()
         due = bool(self.jobs) or (bool(self.looks) and now >= self.next_look)
         for event in events:
-            ticket = self.tickets.get(event.request)
-            if ticket is None:
+            handle = self.handles.get(event.request)
+            if handle is None:
                 continue
-            ticket.first, ticket.cause = ticket.first or now, event.cause
+            handle.first, handle.cause = handle.first or now, event.cause
             if event.done is not None:
-                del self.tickets[event.request]
-                self.said.append((ticket, [], ticket.finish(event.done)))
+                del self.handles[event.request]
+                self.said.append((handle, [], handle.finish(event.done)))
                 due = True
-            elif ticket.live:
-                self.said.append((ticket, [ticket.piece(event)], None))
+            elif handle.live:
+                self.said.append((handle, [handle.piece(event)], None))
         if self.said and (due or now - self.told >= HOLD):
             said, self.said, self.told = self.said, [], now
             said[0][0].loop.call_soon_threadsafe(self._deliver, said)
 
     def _deliver(self, said: list[Said]) -> None:
         """In the event loop again."""
-        for ticket, pieces, results in said:
-            ticket.pending += pieces
-            ticket.wake.set()
+        for handle, pieces, results in said:
+            handle.pending += pieces
+            handle.wake.set()
             if results is not None:
-                ticket.results = results
-                self.open.discard(ticket)
-            elif len(ticket.pending) > BACKLOG:
-                ticket.fail(HTTPError(408, "the answer was not read in time", code="slow_reader"))
-                self.cancel(ticket)
+                handle.results = results
+                self.open.discard(handle)
+            elif len(handle.pending) > BACKLOG:
+                handle.fail(HTTPError(408, "the answer was not read in time", code="slow_reader"))
+                self.cancel(handle)
 
 
 class Ran(NamedTuple):

@@ -62,7 +62,7 @@ class Client:
         end = time.monotonic() + seconds
         hosts = self.app.hosts.values()
         while self.app.active or any(
-            h.open or h.tickets or not (h.engine is None or h.engine.idle) for h in hosts
+            h.open or h.handles or not (h.engine is None or h.engine.idle) for h in hosts
         ):
             assert time.monotonic() < end, "something still runs"
             time.sleep(0.01)

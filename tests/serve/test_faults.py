@@ -53,7 +53,7 @@ def test_a_client_that_leaves_is_forgotten(demo: Client, stream: bool, kind: str
     sock = socket.create_connection(("127.0.0.1", demo.port))
     sock.sendall(head(body) + body)
     host = demo.app.hosts["demo"]
-    while not host.tickets:
+    while not host.handles:
         time.sleep(0.002)
     if kind == "reset":
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
@@ -352,7 +352,7 @@ def test_clock_that_jumps_changes_nothing(
     real, found, host = time.time, list[Any](), plain.app.hosts["demo"]
     thread = threading.Thread(target=lambda: found.append(plain.post("/v1/completions", body)))
     thread.start()
-    while not host.tickets and thread.is_alive():
+    while not host.handles and thread.is_alive():
         time.sleep(0.001)
     monkeypatch.setattr(time, "time", lambda: real() + years * 365 * 86400)
     thread.join()
