@@ -382,7 +382,7 @@ def measure(pool: Any) -> None:
     from regard.evaluate.model import Opened
     from regard.files import resolve_model
     from regard.serve.edge import Limits
-    from regard.serve.host import Options
+    from regard.serve.model_worker import Options
     from tests.serve.running import running
 
     kept = tempfile.TemporaryDirectory()

@@ -416,7 +416,7 @@ def asked_once(app: App, sock: Any) -> int:
     """A server that ends when it has said that it is well."""
     with served(app, sock) as client:
         status, _, text = client.request("GET", "/health")
-        assert status == 200 and app.hosts, text
+        assert status == 200 and app.workers, text
     return 0
 
 

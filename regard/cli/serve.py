@@ -85,19 +85,19 @@ def run(options: Options) -> int:
 
     from regard.serve.app import App, listen, serve
     from regard.serve.edge import Limits
-    from regard.serve.host import Options as HostOptions
+    from regard.serve.model_worker import Options as WorkerOptions
 
     logging.basicConfig(format="%(asctime)s %(message)s", level="WARNING" if o.quiet else "INFO")
     sock = listen(o.host, o.port)
     cache, memory = (None if x is None else x * GIB for x in (o.cache_memory, o.memory))
-    how = HostOptions(**asdict(o.machine), rows=o.rows, invariant=o.invariant, cache_memory=cache)
+    how = WorkerOptions(**asdict(o.machine), rows=o.rows, invariant=o.invariant, cache_memory=cache)
     same = ("queue", "queue_tokens", "streams", "deadline", "drain")
     more = {name: getattr(o, name) for name in same} | {"whole": o.max_whole}
     limits = Limits(body=int(o.body * 2**20), prompt=o.max_prompt, n=o.max_n, **more)
     more = {"start": list(named), "keys": keys, "memory": memory, "local": here}
     app = App({**named, **cli.pairs(o.also, "--also")}, options=how, limits=limits, **more)
     address = f"http://{o.host}:{sock.getsockname()[1]}"
-    say(f"{', '.join(app.hosts)} at {address}/v1   Ctrl-C ends")
+    say(f"{', '.join(app.workers)} at {address}/v1   Ctrl-C ends")
     return serve(app, sock)
 
 

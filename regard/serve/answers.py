@@ -26,7 +26,7 @@ from regard.decode.settings import Request, Result
 from regard.serve import schemas
 from regard.serve.edge import HTTPError, HTTPRequest, late
 from regard.serve.grammar import Matching, Reader, masks_for
-from regard.serve.host import Entry, Host, Models, Ran, RequestHandle, arrivals
+from regard.serve.model_worker import Entry, Models, ModelWorker, Ran, RequestHandle, arrivals
 from regard.serve.prompts import chat_ids, check_turns, prompts_of
 from regard.text.tokenizer import check_stop
 
@@ -40,7 +40,7 @@ NEEDS |= {"function_call_output": ["call_id", "output"]}
 # Of a chat's fields, what /v1/responses calls them.
 NAMES = {"messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens"}
 ECHOED = "user max_tool_calls prompt_cache_key prompt_cache_retention safety_identifier"
-MANY = 4096  # log probabilities that are written in the event loop, or by a worker at a time
+MANY = 4096  # log probabilities that are written in the event loop, or by a thread at a time
 # How models that think before they answer end their thoughts.
 THOUGHT = b"</think>"
 Data = dict[str, Any]
@@ -48,21 +48,27 @@ Said = tuple[int, str, list[Entry], str]  # number of the answer, new text, its 
 
 
 class Ask:
-    """Prompts for one model, and how they are answered; made in a worker, where checking may take its time."""
+    """Prompts for one model, and how they are answered; made in a thread, where checking may take its time."""
 
     def __init__(
-        self, app: Models, http: HTTPRequest, host: Host, body: Any, prompts: list[list[int]], field: str,
+        self, app: Models, http: HTTPRequest, worker: ModelWorker, body: Any, prompts: list[list[int]], field: str,
         **more: Any,
     ):  # fmt: skip
-        self.app, self.http, self.host, self.prompts, self.field = app, http, host, prompts, field
+        self.app, self.http, self.worker, self.prompts, self.field = (
+            app,
+            http,
+            worker,
+            prompts,
+            field,
+        )
         self.mask = more.pop("mask", None)
         given = {k: v for k, v in msgspec.structs.asdict(body).items() if v is not None}
         if "stream_options" in given and not given.get("stream"):
             raise HTTPError(400, "stream_options are for stream=true", "stream_options")
-        used = 1 if host.model.reads_source else max(map(len, prompts), default=0)
-        self.sized = settings_of(host.model, self.asked(given, more) | more)
+        used = 1 if worker.model.reads_source else max(map(len, prompts), default=0)
+        self.sized = settings_of(worker.model, self.asked(given, more) | more)
         self.settings = self.sized(used)
-        longest, new = context_of(host.model), self.settings.max_new_tokens
+        longest, new = context_of(worker.model), self.settings.max_new_tokens
         if longest is not None and used + new > longest:
             why = f"{used} tokens of prompt and {new} new ones are more than the model's context of"
             raise HTTPError(400, f"{why} {longest}; send less", field, "context_length_exceeded")
@@ -89,7 +95,7 @@ class Ask:
     def asked(self, given: Data, more: Data) -> Data:
         """The engine's settings of a body's fields, and `more` of them; else as the model's folder says; else one
         answer, drawn at temperature 1."""
-        limits, folder = self.app.limits, folder_settings(self.host.model)[0]
+        limits, folder = self.app.limits, folder_settings(self.worker.model)[0]
         n: int = given.get("n", 1)
         single = [given.get("stream"), given.get("stop"), self.mask, more.get("top_logprobs")]
         usual: int = 1 if any(single) or "temperature" in given else folder.get("beams", 1)
@@ -104,8 +110,8 @@ class Ask:
             why = "not with beams" if beams > 1 else "4,096 characters in all"
             raise HTTPError(400, f"stop strings: {why}", "stop")
         if self.stop:
-            self.host.words("stop")
-        size = written(self.host.model).vocab
+            self.worker.words("stop")
+        size = written(self.worker.model).vocab
         for name in ("logit_bias", "stop_token_ids"):
             if (most := max(given.get(name, ()), default=0)) >= size:
                 why = f"{name} has the token {most}, the vocabulary ends with {size - 1}"
@@ -115,7 +121,7 @@ class Ask:
         if settings.get("top_k") == -1:
             settings["top_k"] = 0
         if given.get("ignore_eos") or "stop_token_ids" in given:
-            own = () if given.get("ignore_eos") else special_of(self.host.model).eos
+            own = () if given.get("ignore_eos") else special_of(self.worker.model).eos
             ends = [*(i for i in own if i < size), *given.get("stop_token_ids", ())]
             settings["eos"] = tuple(dict.fromkeys(ends))
         settings["beams"], heat = beams, folder.get("temperature", 1.0)
@@ -131,10 +137,10 @@ class Ask:
     @asynccontextmanager
     async def handles(self, live: bool) -> AsyncIterator[list[RequestHandle]]:
         """The requests in the engine's queue; out of it at the end, whatever happens."""
-        wake, handles, model = asyncio.Event(), list[RequestHandle](), self.host.model
+        wake, handles, model = asyncio.Event(), list[RequestHandle](), self.worker.model
         more: Data = {"salt": self.salt, "priority": self.priority}
         more["deadline"] = time.monotonic() + self.app.limits.deadline
-        with self.host.room(self.usage["prompt"], self.numbers):
+        with self.worker.room(self.usage["prompt"], self.numbers):
             try:
                 for i, ids in enumerate(self.prompts):
                     # As many rows of this client come before it, and its own: those of others come in between.
@@ -146,30 +152,30 @@ class Ask:
                         request.ids = [special_of(model).start or 0]
                     request.mask = self.mask() if self.mask else None
                     handles.append(
-                        RequestHandle(request, self.host.tokenizer, self.stop, live, wake)
+                        RequestHandle(request, self.worker.tokenizer, self.stop, live, wake)
                     )
-                    self.host.submit(handles[-1])
+                    self.worker.submit(handles[-1])
                 yield handles
             finally:
                 for handle in handles:
-                    self.host.cancel(handle)
+                    self.worker.cancel(handle)
                 self.http.first = min(
                     (t.first for t in handles if t.first is not None), default=None
                 )
-                self.app.spent(self.http, self.host, **self.usage)
+                self.app.spent(self.http, self.worker, **self.usage)
                 self.http.note["cached"] = self.cached
                 if all(handle.results is not None for handle in handles):
                     pairs = zip(self.prompts, handles)
                     texts = [(ids, r.ids) for ids, handle in pairs for r in handle.results or []]
                     size = sum(len(prompt) + len(answer) for prompt, answer in texts)
-                    self.app.remember(self.name, Ran(self.http.who, self.host.name, texts, size))
+                    self.app.remember(self.name, Ran(self.http.who, self.worker.name, texts, size))
 
     def checked(self, handle: RequestHandle) -> list[Result]:
         """Results that are answers."""
         self.cached += min(handle.request.cached or 0, len(handle.request.ids))
         for result in handle.results or []:
             self.usage["new"] += len(result.ids) * self.copies
-            self.thought += thoughts(self.host, result.ids) * self.copies
+            self.thought += thoughts(self.worker, result.ids) * self.copies
             if result.finish == "deadline":
                 raise late(self.app.limits)
             mask = handle.request.mask
@@ -213,8 +219,13 @@ class Ask:
     def head(self, kind: str, prefix: str) -> Data:
         """How every answer and every chunk of one begins."""
         self.name = prefix + self.http.id.removeprefix("req_")
-        about = {"id": self.name, "object": kind, "created": self.created, "model": self.host.name}
-        return {**about, "system_fingerprint": self.host.fingerprint}
+        about = {
+            "id": self.name,
+            "object": kind,
+            "created": self.created,
+            "model": self.worker.name,
+        }
+        return {**about, "system_fingerprint": self.worker.fingerprint}
 
     def spent(self, prompt: str = "prompt", new: str = "completion") -> Data:
         """What was used, in the words of a path."""
@@ -232,7 +243,7 @@ class Ask:
     async def made(
         self, batch: list[Said], choices: Callable[..., list[Data]]
     ) -> list[tuple[int, Any]]:
-        """Choices by the number of their answer. Where many tokens are listed, a worker makes them, some answers at a
+        """Choices by the number of their answer. Where many tokens are listed, a thread makes them, some answers at a
         time, and they are JSON at once: it takes its time to name the best tokens of each place."""
         groups, listed = [list[Said]()], 0
         for each in batch:
@@ -246,7 +257,7 @@ class Ask:
         def coded(group: list[Said]) -> list[tuple[int, Any]]:
             return [(each[0], Raw(json.encode(c))) for each in group for c in choices(*each)]
 
-        return [c for group in groups for c in await self.app.worker(partial(coded, group))]
+        return [c for group in groups for c in await self.app.in_thread(partial(coded, group))]
 
     async def send(
         self, body: Any, head: Data, choices: Callable[..., list[Data]], first: Sequence[Data] = ()
@@ -273,9 +284,9 @@ class Ask:
             await http.done()
 
 
-def thoughts(host: Host, ids: Sequence[int]) -> int:
+def thoughts(worker: ModelWorker, ids: Sequence[int]) -> int:
     """Tokens of an answer up to the end of its thoughts, where it has some."""
-    told = [host.token(i) for i in ids]
+    told = [worker.token(i) for i in ids]
     end = b"".join(told).find(THOUGHT) + len(THOUGHT)
     if end < len(THOUGHT):
         return 0
@@ -307,24 +318,24 @@ class Offsets:
         return before
 
 
-def completion_logprobs(host: Host, entries: Sequence[Entry], offsets: Offsets) -> Data:
+def completion_logprobs(worker: ModelWorker, entries: Sequence[Entry], offsets: Offsets) -> Data:
     """Four lists, one entry for each token."""
-    names = [shown(host.token(token)) for token, _, _ in entries]
+    names = [shown(worker.token(token)) for token, _, _ in entries]
     tops = []
     for name, (_, logprob, best) in zip(names, entries):
-        listed = {shown(host.token(i)): finite(p) for i, p in reversed(best)}
+        listed = {shown(worker.token(i)): finite(p) for i, p in reversed(best)}
         tops.append(None if logprob is None else {**listed, name: finite(logprob)} if best else {})
     return {
         "tokens": names,
         "token_logprobs": [None if p is None else finite(p) for _, p, _ in entries],
         "top_logprobs": tops,
-        "text_offset": [offsets.of(host.token(token)) for token, _, _ in entries],
+        "text_offset": [offsets.of(worker.token(token)) for token, _, _ in entries],
     }
 
 
-def chat_logprobs(host: Host, entries: Sequence[Entry]) -> Data:
+def chat_logprobs(worker: ModelWorker, entries: Sequence[Entry]) -> Data:
     def one(token: int, logprob: float | None) -> Data:
-        content = host.token(token)
+        content = worker.token(token)
         return {"token": shown(content), "logprob": finite(logprob), "bytes": list(content)}
 
     content = [{**one(i, p), "top_logprobs": [one(*t) for t in tops]} for i, p, tops in entries]
@@ -339,10 +350,10 @@ def finite(x: float | None) -> float:
 async def completions(app: Models, http: HTTPRequest, body: schemas.Completion) -> None:
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise HTTPError(400, "best_of: this server gives all n answers; leave it out", "best_of")
-    host, listed = app.writer(body.model), body.logprobs is not None
+    worker, listed = app.writer(body.model), body.logprobs is not None
     if body.stream and body.echo and listed:
         raise HTTPError(400, "echo with logprobs cannot be streamed; leave one out", "echo")
-    if body.echo and host.model.reads_source:
+    if body.echo and worker.model.reads_source:
         raise HTTPError(400, "an encoder-decoder's prompt is no part of its answer", "echo")
     # The engine says one token at least; it is dropped where none is wanted.
     most = 16 if body.max_tokens is None else body.max_tokens
@@ -354,12 +365,12 @@ async def completions(app: Models, http: HTTPRequest, body: schemas.Completion) 
         more |= {"top_logprobs": body.logprobs if (body.beams or 1) == 1 else 0}
         more |= {"prompt_logprobs": True} if body.echo else {}
 
-    prompts = await prompts_of(app, host, body.prompt, "prompt")
-    ask = await app.worker(lambda: Ask(app, http, host, body, prompts, "prompt", **more))
+    prompts = await prompts_of(app, worker, body.prompt, "prompt")
+    ask = await app.in_thread(lambda: Ask(app, http, worker, body, prompts, "prompt", **more))
     offsets, echoed = defaultdict[int, Offsets](Offsets), dict[int, str]()
     if body.echo:
-        decode = host.words("echo").decode
-        texts = await app.worker(lambda: [decode(ids) for ids in prompts])
+        decode = worker.words("echo").decode
+        texts = await app.in_thread(lambda: [decode(ids) for ids in prompts])
         echoed = dict(enumerate(text for text in texts for _ in range(ask.n)))
 
     def choices(i: int, text: str, entries: list[Entry], finish: str) -> list[Data]:
@@ -367,7 +378,7 @@ async def completions(app: Models, http: HTTPRequest, body: schemas.Completion) 
             text, entries = "", entries[: len(ask.prompts[i // ask.n])]
         text, logprobs = echoed.pop(i, "") + text, None
         if listed and (entries or not body.stream):
-            logprobs = completion_logprobs(host, entries, offsets[i])
+            logprobs = completion_logprobs(worker, entries, offsets[i])
         if not (text or finish or logprobs):
             return []
         why = FINISH.get(finish)
@@ -380,23 +391,23 @@ async def conversation(
     app: Models, http: HTTPRequest, body: schemas.Chat
 ) -> tuple[Ask, list[Reader]]:
     """What a chat asks for, and a reader for each answer."""
-    host, choice = app.writer(body.model), body.tool_choice
+    worker, choice = app.writer(body.model), body.tool_choice
     tools = [tool.function for tool in body.tools or []]
     wanted = choice.function.name if isinstance(choice, schemas.ChatChoice) else choice
     usable = tools if wanted != "none" else []
     more: Data = {"top_logprobs": body.top_logprobs or 0} if body.logprobs else {}
 
     parallel = body.parallel_tool_calls is not False
-    mask = await masks_for(app, host, body.response_format, tools, wanted, parallel)
+    mask = await masks_for(app, worker, body.response_format, tools, wanted, parallel)
     given = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     given |= body.chat_template_kwargs or {}
-    ids = await chat_ids(app, host, body.messages, usable, given)
-    longest = context_of(host.model) or len(ids) + app.limits.new_tokens
-    left = max(1, longest - (1 if host.model.reads_source else len(ids)))
-    usual = min(app.limits.new_tokens, folder_settings(host.model)[0].get("max_new_tokens", left))
+    ids = await chat_ids(app, worker, body.messages, usable, given)
+    longest = context_of(worker.model) or len(ids) + app.limits.new_tokens
+    left = max(1, longest - (1 if worker.model.reads_source else len(ids)))
+    usual = min(app.limits.new_tokens, folder_settings(worker.model)[0].get("max_new_tokens", left))
     most = body.max_completion_tokens or body.max_tokens or min(usual, left)
     more |= {"mask": mask, "max_new_tokens": most}
-    ask = await app.worker(lambda: Ask(app, http, host, body, [ids], "messages", **more))
+    ask = await app.in_thread(lambda: Ask(app, http, worker, body, [ids], "messages", **more))
     return ask, [Reader(bool(usable)) for _ in range(ask.n)]
 
 
@@ -411,7 +422,7 @@ async def chat(app: Models, http: HTTPRequest, body: schemas.Chat) -> None:
     def choices(i: int, text: str, entries: list[Entry], finish: str) -> list[Data]:
         logprobs, calls = None, readers[i].calls
         if body.logprobs and (entries or not body.stream):
-            logprobs = chat_logprobs(ask.host, entries)
+            logprobs = chat_logprobs(ask.worker, entries)
         changes = readers[i].push(text, bool(finish))
         why = "tool_calls" if calls else FINISH.get(finish)
         if not body.stream:
@@ -431,7 +442,7 @@ async def chat(app: Models, http: HTTPRequest, body: schemas.Chat) -> None:
 
 
 def as_chat(body: schemas.Response) -> schemas.Chat:
-    """Instructions and items as the messages of a chat; in a worker."""
+    """Instructions and items as the messages of a chat; in a thread."""
     messages = list[schemas.Message]()
     if body.instructions is not None:
         messages.append(schemas.Message("system", body.instructions))
@@ -544,7 +555,7 @@ async def responses(app: Models, http: HTTPRequest, body: schemas.Response) -> N
 async def respond(app: Models, http: HTTPRequest, body: schemas.Response) -> None:
     if not isinstance(body.input, str):
         check_turns(app, app.writer(body.model), body.input, "input")
-    ask, (reader,) = await conversation(app, http, await app.worker(lambda: as_chat(body)))
+    ask, (reader,) = await conversation(app, http, await app.in_thread(lambda: as_chat(body)))
     form = (body.text and body.text.format) or schemas.ResponseFormat("text")
     output, stream, settings = Output(), bool(body.stream), ask.settings
     ask.head("response", "resp_")
@@ -555,7 +566,7 @@ async def respond(app: Models, http: HTTPRequest, body: schemas.Response) -> Non
         **dict.fromkeys(("error", "incomplete_details", "completed_at", "previous_response_id")),
         **{name: getattr(body, name) for name in ECHOED.split()},
         **{"id": ask.name, "object": "response", "created_at": ask.created},
-        **{"model": ask.host.name, "instructions": body.instructions, "store": False},
+        **{"model": ask.worker.name, "instructions": body.instructions, "store": False},
         **{"max_output_tokens": body.max_output_tokens, "background": False, "top_logprobs": 0},
         **{"temperature": settings.temperature, "presence_penalty": settings.presence_penalty},
         **{"top_p": settings.top_p, "frequency_penalty": settings.frequency_penalty},

@@ -27,7 +27,7 @@ from regard.errors import ENVIRONMENT, VERSION, Fault, UsageError, nearest
 from regard.see import page
 from regard.serve import answers, schemas, tasks
 from regard.serve.edge import LOG, Gone, Held, HTTPError, HTTPRequest, labelled, refused
-from regard.serve.host import Host, Models, serves
+from regard.serve.model_worker import Models, ModelWorker, serves
 from regard.serve.prompts import chat_ids, encoded
 from regard.serve.sandbox import GRAMMARS, TEXTS
 from regard.text import needed
@@ -97,8 +97,8 @@ class App(Models):
         if scope["type"] == "lifespan":
             while (await receive())["type"] != "lifespan.shutdown":
                 await send({"type": "lifespan.startup.complete"})
-            for host in self.hosts.values():
-                host.close()
+            for worker in self.workers.values():
+                worker.close()
             self.pool.shutdown(wait=False, cancel_futures=True)
             await send({"type": "lifespan.shutdown.complete"})
             return
@@ -192,48 +192,50 @@ class App(Models):
         LOG.info("%s %s %s %d %.0f ms%s", http.id, *what)
 
 
-def model_data(host: Host) -> dict[str, Any]:
-    about: dict[str, Any] = {"id": host.name, "object": "model", "created": host.created}
-    about |= {"owned_by": "regard", "serves": serves(host), "context": context_of(host.model)}
+def model_data(worker: ModelWorker) -> dict[str, Any]:
+    about: dict[str, Any] = {"id": worker.name, "object": "model", "created": worker.created}
+    about |= {"owned_by": "regard", "serves": serves(worker), "context": context_of(worker.model)}
     if "fill" in about["serves"]:
-        about["mask"] = needed(host.tokenizer).tokens.get("mask_token")
+        about["mask"] = needed(worker.tokenizer).tokens.get("mask_token")
     return about
 
 
 async def models(app: App, http: HTTPRequest) -> None:
     """All models, or the one that the path names."""
     name = http.scope["path"].removeprefix("/v1/models").removeprefix("/")
-    each = [model_data(host) for host in ([app.host(name)] if name else app.hosts.values())]
+    each = [model_data(worker) for worker in ([app.worker(name)] if name else app.workers.values())]
     await http.json(each[0] if name else {"object": "list", "data": each})
 
 
 async def health(app: App, http: HTTPRequest) -> None:
-    dead = [host.name for host in app.hosts.values() if host.dead is not None]
+    dead = [worker.name for worker in app.workers.values() if worker.dead is not None]
     await http.json({"status": "failed" if dead else "ok"}, 503 if dead else 200)
 
 
 async def ready(app: App, http: HTTPRequest) -> None:
-    going = [host for host in app.hosts.values() if host.dead is None and not host.closing]
-    state = "ready" if all(host.warm for host in going) else "warming"
+    going = [
+        worker for worker in app.workers.values() if worker.dead is None and not worker.closing
+    ]
+    state = "ready" if all(worker.warm for worker in going) else "warming"
     state = "draining" if app.draining else state if going else "empty"
     await http.json({"status": state}, 200 if state == "ready" else 503)
 
 
 async def metrics(app: App, http: HTTPRequest) -> None:
     gauges: dict[str, float] = {"regard_streams": app.streams, "regard_exchanges": app.active}
-    for name, host in app.hosts.items():
+    for name, worker in app.workers.items():
 
         def gauge(what: str, value: float, name: str = name) -> None:
             label = "model_name" if what.startswith("vllm:") else "model"
             gauges[labelled(what, **{label: name})] = value
 
-        gauge("regard_requests_open", len(host.open))
-        gauge("regard_memory_bytes", host.nbytes)
-        if host.engine is not None:
-            waiting, pool = len(host.engine.waiting), host.engine.pool
+        gauge("regard_requests_open", len(worker.open))
+        gauge("regard_memory_bytes", worker.nbytes)
+        if worker.engine is not None:
+            waiting, pool = len(worker.engine.waiting), worker.engine.pool
             gauge("regard_requests_waiting", waiting)
             gauge("vllm:num_requests_waiting", waiting)
-            gauge("vllm:num_requests_running", max(0, len(host.handles) - waiting))
+            gauge("vllm:num_requests_running", max(0, len(worker.handles) - waiting))
             if pool is not None:
                 gauge("regard_pages", len(pool.users))
                 gauge("regard_pages_free", pool.available)
@@ -242,28 +244,28 @@ async def metrics(app: App, http: HTTPRequest) -> None:
 
 
 async def tokenize(app: App, http: HTTPRequest, body: schemas.Tokenize) -> None:
-    host = app.host(body.model)
+    worker = app.worker(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise HTTPError(400, "give prompt or messages, one of them", "prompt")
 
     most = app.limits.prompt
     if body.messages is not None:
-        ids = await chat_ids(app, host, body.messages, (), body.chat_template_kwargs)
+        ids = await chat_ids(app, worker, body.messages, (), body.chat_template_kwargs)
     else:
         how = {"special": body.add_special_tokens, "literal": body.literal}
-        (ids,) = await encoded(app, host, [body.prompt or ""], most, "prompt", **how)
-    texts = await app.worker(lambda: [answers.shown(host.token(i)) for i in ids])
+        (ids,) = await encoded(app, worker, [body.prompt or ""], most, "prompt", **how)
+    texts = await app.in_thread(lambda: [answers.shown(worker.token(i)) for i in ids])
     await http.json({"tokens": ids, "count": len(ids), "texts": texts})
 
 
 async def detokenize(app: App, http: HTTPRequest, body: schemas.Detokenize) -> None:
-    host, skip = app.host(body.model), body.skip_special_tokens
+    worker, skip = app.worker(body.model), body.skip_special_tokens
     if len(body.tokens) > app.limits.prompt:
         raise HTTPError(
             400, f"{len(body.tokens):,} tokens; send at most {app.limits.prompt:,}", "tokens"
         )
-    decode = host.words("tokens").decode
-    text = await app.worker(lambda: decode(body.tokens, skip_special=skip), "tokens")
+    decode = worker.words("tokens").decode
+    text = await app.in_thread(lambda: decode(body.tokens, skip_special=skip), "tokens")
     await http.json({"prompt": text})
 
 

@@ -20,7 +20,7 @@ from llguidance import LLMatcher
 
 from regard.serve import schemas
 from regard.serve.edge import HTTPError
-from regard.serve.host import Host, Models
+from regard.serve.model_worker import Models, ModelWorker
 from regard.serve.sandbox import GRAMMARS, TRIAL, About, Vocabulary
 from regard.text import needed
 
@@ -114,7 +114,7 @@ def plainly(why: str) -> str:
 
 
 async def masks_for(
-    app: Models, host: Host, form: schemas.Format | None, tools: Sequence[schemas.Tool], choice: str | None,
+    app: Models, worker: ModelWorker, form: schemas.Format | None, tools: Sequence[schemas.Tool], choice: str | None,
     parallel: bool,
 ) -> Callable[[], Matching] | None:  # fmt: skip
     """What makes the masks of a request, if its form is given."""
@@ -131,9 +131,9 @@ async def masks_for(
     given = None if form is None else form.json_schema
     if (kind == "json_schema") != (given is not None):
         raise HTTPError(400, f"response_format {kind}: json_schema has the schema", param)
-    about = host.about
+    about = worker.about
     if about is None or not about.ends:
-        raise HTTPError(400, f"{host.name} has no end token, which a grammar needs", param)
+        raise HTTPError(400, f"{worker.name} has no end token, which a grammar needs", param)
 
     def written_out() -> str:
         try:
@@ -144,17 +144,17 @@ async def masks_for(
         except ValueError as error:
             raise HTTPError(400, f"this schema cannot be read: {error!s:.200}", param) from None
 
-    grammar = await app.worker(written_out, param)
+    grammar = await app.in_thread(written_out, param)
     if len(grammar) > app.limits.schema:
         most = f"{app.limits.schema:,} bytes are taken"
         raise HTTPError(400, f"the schema has {len(grammar):,} bytes, at most {most}", param)
     root = ROOTS.get((about.key, grammar))
     if root is None:
-        root = await GRAMMARS.run(lambda: compiled(host, about, grammar, param))
+        root = await GRAMMARS.run(lambda: compiled(worker, about, grammar, param))
     return lambda: Matching(root, about.size, param)
 
 
-def compiled(host: Host, about: About, grammar: str, param: str) -> Root:
+def compiled(worker: ModelWorker, about: About, grammar: str, param: str) -> Root:
     """A grammar that was tried in a process with limits, and found cheap; in the sandbox's thread."""
     key = about.key, grammar
     if (known := ROOTS.get(key)) is not None:
@@ -167,9 +167,9 @@ def compiled(host: Host, about: About, grammar: str, param: str) -> Root:
         why = f"it takes more than {memory >> 20} MiB of memory; make it simpler"
     if why:
         raise HTTPError(400, f"this schema cannot be compiled: {why}", param, "schema_too_complex")
-    if host.grammars is None:
-        host.grammars = Vocabulary(needed(host.tokenizer), about.size, about.ends)
-    root = Root(host.grammars.matcher(grammar))
+    if worker.grammars is None:
+        worker.grammars = Vocabulary(needed(worker.tokenizer), about.size, about.ends)
+    root = Root(worker.grammars.matcher(grammar))
     if root.matcher.is_error():
         why = why_not(root.matcher)
         raise HTTPError(400, f"this schema cannot be compiled: {why}", param)

@@ -1,5 +1,5 @@
 """Texts and conversations become ids. What cannot fit is refused before it is read; the rest is read beside the event
-loop and the engine's thread, short texts by a worker, long ones in the sandbox, where no short one waits for them."""
+loop and the engine's thread, short texts by a thread, long ones in the sandbox, where no short one waits for them."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from regard.decode.graphs import source_length
 from regard.serve import schemas
 from regard.serve.edge import HTTPError
 from regard.serve.grammar import told_tools
-from regard.serve.host import Host, Models
+from regard.serve.model_worker import Models, ModelWorker
 from regard.serve.sandbox import TEXTS
 from regard.text import encode_chat, needed
 from regard.text.chat import check_variables, texts_of
 
-LONG = 1 << 14  # characters of a request that a worker reads; more are for the sandbox
+LONG = 1 << 14  # characters of a request that a thread reads; more are for the sandbox
 TURNS = 256  # messages, in the same way
 # No token is taken to have fewer: a tokenizer may drop some of a text, such as spaces.
 CHARACTERS = 16
 
 
-def room(app: Models, host: Host) -> int:
+def room(app: Models, worker: ModelWorker) -> int:
     """Tokens that a prompt has at most: of this server, or the model's context. A source is read in one piece."""
-    if host.model.reads_source:
-        return min(app.limits.prompt, source_length(host.model) or app.limits.whole)
-    return min(app.limits.prompt, context_of(host.model) or app.limits.prompt)
+    if worker.model.reads_source:
+        return min(app.limits.prompt, source_length(worker.model) or app.limits.whole)
+    return min(app.limits.prompt, context_of(worker.model) or app.limits.prompt)
 
 
 def too_long(what: str, most: int, param: str) -> HTTPError:
@@ -36,37 +36,37 @@ def too_long(what: str, most: int, param: str) -> HTTPError:
     return HTTPError(400, why, param, "context_length_exceeded")
 
 
-def check_turns(app: Models, host: Host, turns: Sequence[Any], param: str) -> None:
+def check_turns(app: Models, worker: ModelWorker, turns: Sequence[Any], param: str) -> None:
     """A template makes a token of each message and of each call, at least."""
-    if len(turns) > (most := room(app, host)):
+    if len(turns) > (most := room(app, worker)):
         raise too_long(f"{len(turns):,} messages and calls", most, param)
 
 
-def least_tokens(host: Host, size: int) -> int:
+def least_tokens(worker: ModelWorker, size: int) -> int:
     """So many characters are at least so many tokens."""
-    return size // max(CHARACTERS, needed(host.tokenizer).longest)
+    return size // max(CHARACTERS, needed(worker.tokenizer).longest)
 
 
-def check_size(host: Host, size: int, most: int, param: str) -> None:
+def check_size(worker: ModelWorker, size: int, most: int, param: str) -> None:
     """Refuse so many characters if they cannot be as few as `most` tokens."""
-    if least_tokens(host, size) > most:
+    if least_tokens(worker, size) > most:
         raise too_long(f"{size:,} characters", most, param)
 
 
 async def encoded(
-    app: Models, host: Host, texts: Sequence[str], most: int, param: str, **how: bool
+    app: Models, worker: ModelWorker, texts: Sequence[str], most: int, param: str, **how: bool
 ) -> list[list[int]]:
     """The ids of texts, of which none has more than `most`."""
-    tokenizer = host.words(param)
+    tokenizer = worker.words(param)
     for text in texts:
-        check_size(host, len(text), most, param)
+        check_size(worker, len(text), most, param)
     if sum(map(len, texts)) <= LONG:
-        return await app.worker(lambda: [tokenizer.encode(text, **how) for text in texts], param)
-    return await sandboxed(host, param, most, "texts", texts=texts, how=how)
+        return await app.in_thread(lambda: [tokenizer.encode(text, **how) for text in texts], param)
+    return await sandboxed(worker, param, most, "texts", texts=texts, how=how)
 
 
-async def sandboxed(host: Host, param: str, most: int, kind: str, **given: Any) -> Any:
-    about = host.about
+async def sandboxed(worker: ModelWorker, param: str, most: int, kind: str, **given: Any) -> Any:
+    about = worker.about
     assert about is not None
     answer = await TEXTS.run(lambda: TEXTS.ask(about, kind, most=most, **given))
     if "count" in answer:
@@ -78,7 +78,7 @@ async def sandboxed(host: Host, param: str, most: int, kind: str, **given: Any) 
     return answer["ids"]
 
 
-async def prompts_of(app: Models, host: Host, given: Any, param: str) -> list[list[int]]:
+async def prompts_of(app: Models, worker: ModelWorker, given: Any, param: str) -> list[list[int]]:
     """Ids of a text, of ids, or of a list of either."""
     if isinstance(given, str) or all(isinstance(i, int) for i in given):
         given = [given]
@@ -86,12 +86,12 @@ async def prompts_of(app: Models, host: Host, given: Any, param: str) -> list[li
         raise HTTPError(400, "a prompt is one text or a list of ids; these are mixed", param)
     if len(given) > app.limits.prompts:
         raise HTTPError(400, f"{len(given)} prompts; send at most {app.limits.prompts}", param)
-    most = room(app, host) if host.model.reads_source else app.limits.prompt
+    most = room(app, worker) if worker.model.reads_source else app.limits.prompt
     texts = [prompt for prompt in given if isinstance(prompt, str)]
     if texts:
-        found = iter(await encoded(app, host, texts, room(app, host), param))
+        found = iter(await encoded(app, worker, texts, room(app, worker), param))
         given = [next(found) if isinstance(prompt, str) else prompt for prompt in given]
-    model = host.model
+    model = worker.model
     size = (model.config.source if model.reads_source else written(model)).vocab
     for ids in given:
         if not ids:
@@ -106,13 +106,13 @@ async def prompts_of(app: Models, host: Host, given: Any, param: str) -> list[li
 
 
 async def chat_ids(
-    app: Models, host: Host, messages: Sequence[schemas.Message], tools: Sequence[schemas.Tool] = (),
+    app: Models, worker: ModelWorker, messages: Sequence[schemas.Message], tools: Sequence[schemas.Tool] = (),
     variables: dict[str, Any] | None = None,
 ) -> list[int]:  # fmt: skip
     """The prompt of a conversation; `variables` are for the template."""
-    tokenizer, most, param = host.tokenizer, room(app, host), "messages"
+    tokenizer, most, param = worker.tokenizer, room(app, worker), "messages"
     if tokenizer is None or not tokenizer.templates:
-        why = f"{host.name} has no chat template; use /v1/completions"
+        why = f"{worker.name} has no chat template; use /v1/completions"
         raise HTTPError(400, why, param, "no_chat_template")
     if variables:
 
@@ -120,8 +120,8 @@ async def chat_ids(
             check_variables(tokenizer, variables)
             texts_of(variables)
 
-        await app.worker(check, "chat_template_kwargs")
-    check_turns(app, host, [*messages, *(c for m in messages for c in m.tool_calls or ())], param)
+        await app.in_thread(check, "chat_template_kwargs")
+    check_turns(app, worker, [*messages, *(c for m in messages for c in m.tool_calls or ())], param)
 
     def told() -> tuple[dict[str, Any], int]:
         each = [plain(message) for message in messages]
@@ -129,12 +129,12 @@ async def chat_ids(
         made = {"messages": turns, "tools": data, "variables": variables or {}}
         return made, sum(map(len, texts_of(list(made.values()))))
 
-    given, size = await app.worker(told, param)
-    check_size(host, size, most, param)
+    given, size = await app.in_thread(told, param)
+    check_size(worker, size, most, param)
     if size > LONG or len(messages) > TURNS:
-        return await sandboxed(host, param, most, "chat", **given)
+        return await sandboxed(worker, param, most, "chat", **given)
     try:
-        return await app.worker(lambda: encode_chat(tokenizer, **given), param)
+        return await app.in_thread(lambda: encode_chat(tokenizer, **given), param)
     except OSError:
         why = "no process could be begun for the chat template; come back later"
         raise HTTPError(503, why, code="overloaded", wait=1) from None

@@ -66,9 +66,9 @@ class Replica:
 
     def check_health(self) -> None:
         """Ray starts another replica for one that raises here."""
-        for host in self.app.hosts.values():
-            if host.dead is not None:
-                raise RuntimeError(host.dead)
+        for worker in self.app.workers.values():
+            if worker.dead is not None:
+                raise RuntimeError(worker.dead)
 
 
 class Door:

@@ -1,7 +1,7 @@
 """What encoders, encoder-decoders and eyes are asked for: vectors, translations, labels, words behind masks, attention;
 and, by an admin, models in and out.
 
-Texts become ids in a worker, some at a time; then the model works between two steps of its engine, in pieces. What a
+Texts become ids in a thread, some at a time; then the model works between two steps of its engine, in pieces. What a
 piece finds becomes a part of the answer at once, as JSON, so that nothing large is left for the end."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from regard.see.probe import Probe
 from regard.serve import schemas
 from regard.serve.answers import Ask, chat_logprobs, entries_of, shown
 from regard.serve.edge import HTTPError, HTTPRequest
-from regard.serve.host import Host, Models, serves
+from regard.serve.model_worker import Models, ModelWorker, serves
 from regard.serve.prompts import check_size, least_tokens, prompts_of, room
 from regard.text import needed
 
@@ -49,24 +49,24 @@ async def in_turn(
         size += len(each)
         if size >= PIECE or i == len(given) - 1:
             some, before = given[start : i + 1], start
-            found += await app.worker(lambda: read(some, before), "input")  # noqa: B023 - it is awaited
+            found += await app.in_thread(lambda: read(some, before), "input")  # noqa: B023 - it is awaited
             start, size = i + 1, 0
     return found
 
 
-def serving(app: Models, name: str, kind: str) -> Host:
+def serving(app: Models, name: str, kind: str) -> ModelWorker:
     """A model that serves this."""
-    host = app.host(name)
-    if kind not in (kinds := serves(host)):
+    worker = app.worker(name)
+    if kind not in (kinds := serves(worker)):
         raise HTTPError(400, f"{name} does not serve {kind}; it serves {', '.join(kinds)}", "model")
-    return host
+    return worker
 
 
-def check_texts(app: Models, host: Host, texts: Sequence[Any]) -> None:
+def check_texts(app: Models, worker: ModelWorker, texts: Sequence[Any]) -> None:
     """Refuse texts that cannot be as short as they must be, before they are read."""
     sizes = [len(text) for text in texts if isinstance(text, str)]
-    check_size(host, max(sizes, default=0), room(app, host), "input")
-    check_whole(app, [least_tokens(host, size) for size in sizes])
+    check_size(worker, max(sizes, default=0), room(app, worker), "input")
+    check_whole(app, [least_tokens(worker, size) for size in sizes])
 
 
 def check_whole(app: Models, sizes: Sequence[int], param: str = "input") -> None:
@@ -77,7 +77,7 @@ def check_whole(app: Models, sizes: Sequence[int], param: str = "input") -> None
 
 
 async def embeddings(app: Models, http: HTTPRequest, body: schemas.Embedding) -> None:
-    host = serving(app, body.model, "embeddings")
+    worker = serving(app, body.model, "embeddings")
     given: Any = body.input
     if isinstance(given, str) or all(isinstance(i, int) for i in given):
         given = [given]
@@ -85,14 +85,14 @@ async def embeddings(app: Models, http: HTTPRequest, body: schemas.Embedding) ->
         raise HTTPError(400, "a text is one text or a list of ids; these are mixed", "input")
     if any(isinstance(i, str) and not i.strip() for i in given):
         raise HTTPError(400, "input has an empty text; give at least one token", "input")
-    check_texts(app, host, given)
-    embedder = await app.worker(lambda: Embedder(host.opened, normalize=True), "model")
+    check_texts(app, worker, given)
+    embedder = await app.in_thread(lambda: Embedder(worker.opened, normalize=True), "model")
     texts, longest = all(isinstance(i, str) for i in given), embedder.rows.longest
 
     def read(some: Sequence[Any], start: int) -> list[Tensor]:
         if texts:
             return [row for row in embedder.rows(some, start, "input") if row is not None]
-        encode = needed(host.tokenizer).encode
+        encode = needed(worker.tokenizer).encode
         rows = [encode(row) if isinstance(row, str) else row for row in some]
         for row in rows:
             check_tokens(row, written(embedder.model).vocab)
@@ -105,25 +105,23 @@ async def embeddings(app: Models, http: HTTPRequest, body: schemas.Embedding) ->
     rows = await in_turn(app, given, read)
     sizes = [len(row) for row in rows]
     check_whole(app, sizes)
-    parts: Any = [getattr(host.model.config, name) for name in host.model.towers]
-    numbers = len(rows) * (*parts, host.model.config)[0].dim
-    vectors = await host.work(_vectors(host, embedder, rows, body), sum(sizes), numbers)
+    parts: Any = [getattr(worker.model.config, name) for name in worker.model.towers]
+    numbers = len(rows) * (*parts, worker.model.config)[0].dim
+    vectors = await worker.work(_vectors(worker, embedder, rows, body), sum(sizes), numbers)
     data = [{"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(vectors)]
-    app.spent(http, host, prompt=sum(sizes))
+    app.spent(http, worker, prompt=sum(sizes))
     usage = {"prompt_tokens": sum(sizes), "total_tokens": sum(sizes)}
-    await http.json({"object": "list", "data": data, "model": host.name, "usage": usage})
+    await http.json({"object": "list", "data": data, "model": worker.name, "usage": usage})
 
 
 def _vectors(
-    host: Host, embedder: Embedder, rows: Sequence[Tensor], body: schemas.Embedding
+    worker: ModelWorker, embedder: Embedder, rows: Sequence[Tensor], body: schemas.Embedding
 ) -> Pieces[list[Raw]]:
     found, coded = list[Raw](), body.encoding_format == "base64"
-    for group in grouped(rows, [len(row) for row in rows], host.places):
+    for group in grouped(rows, [len(row) for row in rows], worker.places):
         vectors = embedded(embedder.model, group, embedder.normalize, embedder.pooling)
         if body.dimensions not in (None, vectors.shape[1]):
-            why = (
-                f"the vectors of {host.name} have {vectors.shape[1]} numbers; leave dimensions out"
-            )
+            why = f"the vectors of {worker.name} have {vectors.shape[1]} numbers; leave dimensions out"
             raise HTTPError(400, why, "dimensions")
         if not np.isfinite(vectors).all():
             raise HTTPError(500, "a vector is not finite")
@@ -136,52 +134,52 @@ def _vectors(
 
 
 async def translations(app: Models, http: HTTPRequest, body: schemas.Translation) -> None:
-    host = app.writer(body.model)
-    model = host.model
+    worker = app.writer(body.model)
+    model = worker.model
     if not model.reads_source:
-        raise HTTPError(400, f"{host.name} is no encoder-decoder; use /v1/completions", "model")
+        raise HTTPError(400, f"{worker.name} is no encoder-decoder; use /v1/completions", "model")
     lines = [body.input] if isinstance(body.input, str) else body.input
     full = [line for line in lines if line.strip()]
 
-    prompts = await prompts_of(app, host, full, "input") if full else []
+    prompts = await prompts_of(app, worker, full, "input") if full else []
 
     def prepare() -> Ask:
         given = {"max_new_tokens": body.max_tokens, "length_penalty": body.length_penalty}
         given = {name: value for name, value in given.items() if value is not None}
         more = translating(model, prompts, {**given, "temperature": 0.0})
-        return Ask(app, http, host, body, prompts, "input", **more)
+        return Ask(app, http, worker, body, prompts, "input", **more)
 
-    ask = await app.worker(prepare)
+    ask = await app.in_thread(prepare)
     about, found = ask.head("list", "trans-"), iter(await ask.results())
     # Empty lines stay empty.
     empty = Result([], [], 0.0, "eos", text="")
     results = [next(found)[0] if line.strip() else empty for line in lines]
-    listed = await app.worker(lambda: [chat_logprobs(host, entries_of(r)) for r in results])
+    listed = await app.in_thread(lambda: [chat_logprobs(worker, entries_of(r)) for r in results])
     data: list[dict[str, Any]] = [
         {"index": i, "text": r.text, "score": r.score, "finish_reason": r.finish, "logprobs": each}
         for i, (r, each) in enumerate(zip(results, listed))
     ]
     if body.align:
         sizes = [len(prompt) for prompt in ask.prompts]
-        words = await host.work(_aligned(host, lines, results), sum(sizes), 0, "align")
+        words = await worker.work(_aligned(worker, lines, results), sum(sizes), 0, "align")
         for row, pairs in zip(data, words):
             row["align"] = pairs
     await http.json({**about, "data": data, "usage": ask.spent()})
 
 
 def _aligned(
-    host: Host, lines: Sequence[str], results: Sequence[Result]
+    worker: ModelWorker, lines: Sequence[str], results: Sequence[Result]
 ) -> Pieces[list[list[tuple[int, int]]]]:
-    tokenizer, site, found = needed(host.tokenizer), cross_site(host.model), []
+    tokenizer, site, found = needed(worker.tokenizer), cross_site(worker.model), []
     for line, result in zip(lines, results):
-        found.append(align(host.model, tokenizer, site, line, result) if result.ids else [])
+        found.append(align(worker.model, tokenizer, site, line, result) if result.ids else [])
         yield
     return found
 
 
 async def classify(app: Models, http: HTTPRequest, body: schemas.Classification) -> None:
-    host = serving(app, body.model, "classify")
-    classifier = await app.worker(lambda: Classifier(host.opened, name=host.name), "input")
+    worker = serving(app, body.model, "classify")
+    classifier = await app.in_thread(lambda: Classifier(worker.opened, name=worker.name), "input")
     given, patches = [body.input] if isinstance(body.input, str) else body.input, None
     if classifier.pictures is not None:
         patches = classifier.pictures.wanted
@@ -189,7 +187,7 @@ async def classify(app: Models, http: HTTPRequest, body: schemas.Classification)
             app, given, lambda some, start: _pictures(classifier, some, start)
         )
     else:
-        check_texts(app, host, given)
+        check_texts(app, worker, given)
         rows = await in_turn(app, given, lambda some, start: classifier.read(some, start, "input"))
     whole = [row for row in rows if row is not None]
     sizes = [len(row) if patches is None else patches.extra + patches.count for row in whole]
@@ -197,7 +195,7 @@ async def classify(app: Models, http: HTTPRequest, body: schemas.Classification)
 
     def run() -> Pieces[list[Raw]]:
         rankings = list[Raw]()
-        for group in grouped(whole, sizes, host.places):
+        for group in grouped(whole, sizes, worker.places):
             for ranking in classifier(group):
                 labels = [{"label": n, "score": p} for n, p in ranking[: body.top]]
                 rankings.append(Raw(json.encode(labels)))
@@ -205,10 +203,10 @@ async def classify(app: Models, http: HTTPRequest, body: schemas.Classification)
         return rankings
 
     numbers = len(whole) * min(body.top or len(classifier.names), len(classifier.names))
-    found = iter(await host.work(run(), sum(sizes), numbers))
+    found = iter(await worker.work(run(), sum(sizes), numbers))
     each = [[] if row is None else next(found) for row in rows]
     data = [{"index": i, "labels": labels} for i, labels in enumerate(each)]
-    await http.json({"object": "list", "model": host.name, "data": data})
+    await http.json({"object": "list", "model": worker.name, "data": data})
 
 
 def _pictures(classifier: Classifier, urls: Sequence[str], start: int) -> list[Tensor]:
@@ -227,10 +225,10 @@ def _pictures(classifier: Classifier, urls: Sequence[str], start: int) -> list[T
 
 
 async def fill_masks(app: Models, http: HTTPRequest, body: schemas.Fill) -> None:
-    host = serving(app, body.model, "fill")
-    check_texts(app, host, [body.input])
-    filler = await app.worker(lambda: Filler(host.opened), "input")
-    ids = await app.worker(lambda: filler.read(body.input), "input")
+    worker = serving(app, body.model, "fill")
+    check_texts(app, worker, [body.input])
+    filler = await app.in_thread(lambda: Filler(worker.opened), "input")
+    ids = await app.in_thread(lambda: filler.read(body.input), "input")
     check_whole(app, [len(ids)])
 
     def run() -> Pieces[list[Raw]]:
@@ -240,24 +238,24 @@ async def fill_masks(app: Models, http: HTTPRequest, body: schemas.Fill) -> None
             yield
         return data
 
-    data = await host.work(run(), len(ids), len(ids) * body.top)
-    await http.json({"object": "list", "model": host.name, "data": data})
+    data = await worker.work(run(), len(ids), len(ids) * body.top)
+    await http.json({"object": "list", "model": worker.name, "data": data})
 
 
 async def look(app: Models, http: HTTPRequest, body: schemas.Look) -> None:
     """Where every head looks, exactly: of a request that ran, its prompt and its answer are read once more."""
-    host = serving(app, body.model, "look")
-    tokenizer, model = needed(host.tokenizer), host.model
+    worker = serving(app, body.model, "look")
+    tokenizer, model = needed(worker.tokenizer), worker.model
     start = [special_of(model).start or 0] if model.reads_source else []
     if (body.id is None) == (body.input is None):
         raise HTTPError(400, "give the id of a request that ran, or input", "id")
     if body.source is not None and not start:
-        raise HTTPError(400, f"{host.name} has no encoder; leave source out", "source")
+        raise HTTPError(400, f"{worker.name} has no encoder; leave source out", "source")
     source, begins = None, 0
     if body.id is not None:
         ran = app.ran.get(body.id)
-        if ran is None or ran.model != host.name or ran.user != http.who:
-            why = f"{body.id!r:.60} is not among the last requests of {host.name}"
+        if ran is None or ran.model != worker.name or ran.user != http.who:
+            why = f"{body.id!r:.60} is not among the last requests of {worker.name}"
             raise HTTPError(404, why, "id")
         if body.choice >= len(ran.texts):
             raise HTTPError(400, f"the request has {len(ran.texts)} answers", "choice")
@@ -267,9 +265,9 @@ async def look(app: Models, http: HTTPRequest, body: schemas.Look) -> None:
     else:
         if start and body.source is None:
             raise HTTPError(400, "an encoder-decoder looks at a source", "source")
-        (ids,) = await prompts_of(app, host, body.input, "input")
+        (ids,) = await prompts_of(app, worker, body.input, "input")
         if start:
-            ids, (source,) = start + ids, await prompts_of(app, host, body.source, "source")
+            ids, (source,) = start + ids, await prompts_of(app, worker, body.source, "source")
     device = next(model.parameters()).device
     chosen: dict[str, Any] = {"layers": body.layers, "heads": body.heads, "rows": body.rows}
 
@@ -310,17 +308,17 @@ async def look(app: Models, http: HTTPRequest, body: schemas.Look) -> None:
         yield
         return exact_maps(model, about, None if start else begins or None, most=CELLS, **chosen)
 
-    kind, size = {"object": "attention", "model": host.name}, len(ids) + len(source or ())
+    kind, size = {"object": "attention", "model": worker.name}, len(ids) + len(source or ())
     rows = len(ids) if body.rows is None else len(set(body.rows))
     cells = rows * max(len(ids), len(source or ())) * heads_of(model.config, body.heads)
     cells = min(CELLS, cells)
     if body.encoding_format == "base64":
-        seen = await host.work(views(), size, cells, "layers", look=True)
+        seen = await worker.work(views(), size, cells, "layers", look=True)
         await http.json({**kind, "views": seen})
         return
-    maps = await host.work(run(), size, cells, "layers", look=True)
+    maps = await worker.work(run(), size, cells, "layers", look=True)
     shown_as = {"tokens": ids} | ({} if source is None else {"source": source})
-    texts = {name: [shown(host.token(i)) for i in row] for name, row in shown_as.items()}
+    texts = {name: [shown(worker.token(i)) for i in row] for name, row in shown_as.items()}
     await http.json({**kind, "what": body.what, **texts, "answer": begins, "maps": maps})
 
 
@@ -340,8 +338,8 @@ async def admin_load(app: Models, http: HTTPRequest, body: schemas.Model) -> Non
         raise HTTPError(404, f"{body.model!r:.80} was not named when the server began", "model")
 
     async def load() -> None:
-        if body.model not in app.hosts:
-            await app.worker(lambda: app.load(body.model), "model")
+        if body.model not in app.workers:
+            await app.in_thread(lambda: app.load(body.model), "model")
 
     await app.change(load())
     await http.json({"model": body.model, "loaded": True})

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("msgspec")
 pytest.importorskip("uvicorn")
 
-from regard.serve.host import Options
+from regard.serve.model_worker import Options
 from tests.serve.running import Client, running
 
 

@@ -60,9 +60,9 @@ class Client:
     def idle(self, seconds: float = 20.0) -> None:
         """Wait until nothing runs."""
         end = time.monotonic() + seconds
-        hosts = self.app.hosts.values()
+        workers = self.app.workers.values()
         while self.app.active or any(
-            h.open or h.handles or not (h.engine is None or h.engine.idle) for h in hosts
+            w.open or w.handles or not (w.engine is None or w.engine.idle) for w in workers
         ):
             assert time.monotonic() < end, "something still runs"
             time.sleep(0.01)
@@ -91,7 +91,7 @@ def served(app: App, sock: Any, key: str | None = None) -> Iterator[Client]:
     finally:
         server.should_exit = True
         thread.join(30)
-        for host in app.hosts.values():
-            host.thread.join(30)
+        for worker in app.workers.values():
+            worker.thread.join(30)
         # The models of this server are garbage from here on.
         gc.unfreeze()

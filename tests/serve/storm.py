@@ -23,7 +23,7 @@ from typing import Any
 
 from regard.serve.app import ROUTES
 from regard.serve.edge import Limits
-from regard.serve.host import Options
+from regard.serve.model_worker import Options
 from tests.serve.running import Client, running
 from tests.serve.test_answers import joined, random_body, whole
 

@@ -21,7 +21,7 @@ TEXT = {"model": "demo", "prompt": "<|user|>What is 12 + 30?<|end|><|assistant|>
 @pytest.fixture(scope="session")
 def model(demo: Client) -> Any:
     """As the server runs it: a CPU without bf16 computes in fp32."""
-    dtype = next(demo.app.hosts["demo"].model.parameters()).dtype
+    dtype = next(demo.app.workers["demo"].model.parameters()).dtype
     return invariant(regard.load(DEMO, dtype=dtype))
 
 
@@ -356,7 +356,7 @@ def test_where_an_answer_ends(plain: Client, path: str) -> None:
 
 def test_a_template_reads_its_variables(plain: Client) -> None:
     """Special tokens that they spell stay text, as those of messages do."""
-    tokenizer = plain.app.hosts["demo"].tokenizer
+    tokenizer = plain.app.workers["demo"].tokenizer
     assert tokenizer is not None
     real = tokenizer.templates["default"]
     tokenizer.templates["default"] = "{{ note }}{{ reasoning_effort }}" + real
@@ -388,7 +388,7 @@ def test_tokens_that_were_cached_and_thought(demo: Client) -> None:
         return demo.post("/v1/completions", body)["usage"]
 
     first, second = used(), used()
-    page = demo.app.hosts["demo"].engine.pool.page  # type: ignore[union-attr]
+    page = demo.app.workers["demo"].engine.pool.page  # type: ignore[union-attr]
     whole = (first["prompt_tokens"] - 1) // page * page
     assert [u["prompt_tokens_details"]["cached_tokens"] for u in (first, second)] == [0, whole]
     # Somebody else's are not found, nor those of another salt.
@@ -397,10 +397,10 @@ def test_tokens_that_were_cached_and_thought(demo: Client) -> None:
     body = {"model": "demo", "prompt": prompt, "stream_options": {"include_usage": True}}
     stream = demo.events("/v1/completions", {**body, "max_tokens": 2})
     assert stream[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == whole
-    host, encode = demo.app.hosts["demo"], demo.app.hosts["demo"].tokenizer.encode  # type: ignore[union-attr]
+    worker, encode = demo.app.workers["demo"], demo.app.workers["demo"].tokenizer.encode  # type: ignore[union-attr]
     for text, rest in (("<think>one two</think>", "three"), ("one</think>", ""), ("", "one two")):
         thought = encode(text, special=False)
-        assert thoughts(host, thought + encode(rest, special=False)) == len(thought)
+        assert thoughts(worker, thought + encode(rest, special=False)) == len(thought)
 
 
 @pytest.mark.parametrize(

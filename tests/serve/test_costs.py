@@ -223,7 +223,7 @@ def test_texts_that_cannot_fit_are_never_read(
 
 @pytest.mark.parametrize("text", ["12 + 30 = 42\n" * 3000, "<|end|>" * 9000, "é一🙂" * 7000])
 def test_long_texts_are_read_elsewhere_to_the_same_ids(plain: Client, text: str) -> None:
-    tokenizer = plain.app.hosts["demo"].tokenizer
+    tokenizer = plain.app.workers["demo"].tokenizer
     assert tokenizer is not None and len(text) > prompts.LONG
     for literal in (False, True):
         body = {"model": "demo", "prompt": text, "literal": literal}
@@ -233,7 +233,7 @@ def test_long_texts_are_read_elsewhere_to_the_same_ids(plain: Client, text: str)
 def test_long_conversations_are_read_elsewhere_to_the_same_ids(
     plain: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = plain.app.hosts["demo"].tokenizer
+    tokenizer = plain.app.workers["demo"].tokenizer
     assert tokenizer is not None
     monkeypatch.setattr(prompts, "LONG", 0)
     talk = [{"role": "user", "content": "a<|end|>é"}, {"role": "assistant", "content": "b"}, *USER]

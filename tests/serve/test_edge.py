@@ -78,7 +78,7 @@ def test_a_failure_is_in_the_log_under_the_id_of_its_answer(
 ) -> None:
     """Whatever raises, wherever: frames in the log, an id there and in the answer, nothing of the frames in it."""
     with running({"demo": "demo"}) as client:
-        engine = client.app.hosts["demo"].engine
+        engine = client.app.workers["demo"].engine
         assert engine is not None
 
         def planted(*_: Any, **__: Any) -> Any:
@@ -219,4 +219,4 @@ def test_a_model_is_loaded_once_whoever_asks_and_leaves(tmp_path: Path) -> None:
             time.sleep(0.01)
         assert set(together("/admin/load", "/admin/unload", "/admin/load")) <= {200, 503}
         client.post("/admin/load", {"model": "two"})
-        assert engines("two") == 1 and "two" in client.app.hosts
+        assert engines("two") == 1 and "two" in client.app.workers

@@ -18,7 +18,7 @@ import pytest
 from regard.errors import Fault
 from regard.serve.app import App, listen
 from regard.serve.edge import Limits
-from regard.serve.host import Options
+from regard.serve.model_worker import Options
 from regard.text.chat import TEMPLATES
 from tests.serve.running import Client, running, served
 from tests.text.test_worker import many_files
@@ -52,14 +52,14 @@ def test_a_client_that_leaves_is_forgotten(demo: Client, stream: bool, kind: str
     body = json.dumps({**LONG, "stream": stream}).encode()
     sock = socket.create_connection(("127.0.0.1", demo.port))
     sock.sendall(head(body) + body)
-    host = demo.app.hosts["demo"]
-    while not host.handles:
+    worker = demo.app.workers["demo"]
+    while not worker.handles:
         time.sleep(0.002)
     if kind == "reset":
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     sock.close()
     demo.idle()
-    assert host.engine is not None and host.engine.idle
+    assert worker.engine is not None and worker.engine.idle
     assert demo.post("/v1/completions", SHORT)["choices"] == expected
 
 
@@ -72,7 +72,7 @@ def test_a_full_queue_says_when_to_come_back() -> None:
         ]
         for thread in threads:
             thread.start()
-        while len(client.app.hosts["demo"].open) < 2:
+        while len(client.app.workers["demo"].open) < 2:
             time.sleep(0.002)
         status, headers, content = client.request("POST", "/v1/completions", SHORT)
         assert status == 429 and int(headers["retry-after"]) >= 1
@@ -106,7 +106,7 @@ def test_a_reader_that_stalls_is_dropped() -> None:
 
 def test_a_step_that_raises_ends_the_one_at_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     with running({"demo": "demo"}) as client:
-        engine = client.app.hosts["demo"].engine
+        engine = client.app.workers["demo"].engine
         assert engine is not None
         expected = client.post("/v1/completions", SHORT)["choices"]
         real = engine.model.next_logits
@@ -349,10 +349,10 @@ def test_clock_that_jumps_changes_nothing(
     """Deadlines, rates and timeouts are by a clock that only goes forward."""
     body = {**LONG, "temperature": 0}
     expected = plain.post("/v1/completions", body)["choices"]
-    real, found, host = time.time, list[Any](), plain.app.hosts["demo"]
+    real, found, worker = time.time, list[Any](), plain.app.workers["demo"]
     thread = threading.Thread(target=lambda: found.append(plain.post("/v1/completions", body)))
     thread.start()
-    while not host.handles and thread.is_alive():
+    while not worker.handles and thread.is_alive():
         time.sleep(0.001)
     monkeypatch.setattr(time, "time", lambda: real() + years * 365 * 86400)
     thread.join()

@@ -10,7 +10,7 @@ pytest.importorskip("lm_eval")
 pytest.importorskip("aiohttp")
 pytest.importorskip("tenacity")
 
-from regard.serve.host import Options
+from regard.serve.model_worker import Options
 from tests.serve.running import running
 from tests.test_lm_eval import TASKS, folder_of, lm_eval
 

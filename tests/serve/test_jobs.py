@@ -21,7 +21,7 @@ from regard.see.probe import Recorder
 from regard.serve import answers, tasks
 from regard.serve.app import App
 from regard.serve.edge import Limits
-from regard.serve.host import PAUSE, Host, Job, Ran
+from regard.serve.model_worker import PAUSE, Job, ModelWorker, Ran
 from tests.serve.running import Client, running
 from tests.serve.test_faults import LONG, SHORT, head
 from tests.test_cli import SMALL, folder, put
@@ -63,7 +63,7 @@ def test_no_piece_reads_more_than_a_step(
     client: Client, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     path, body = TASKS[name]
-    host = client.app.hosts[body["model"]]
+    worker = client.app.workers[body["model"]]
     pieces, run = list[int](), Job.run
 
     def counted(job: Job) -> bool:
@@ -72,7 +72,7 @@ def test_no_piece_reads_more_than_a_step(
 
     def reading(call: Any) -> Any:
         def read(ids: torch.Tensor, *rest: Any, **more: Any) -> Any:
-            if threading.current_thread() is host.thread and pieces:
+            if threading.current_thread() is worker.thread and pieces:
                 pieces[-1] += ids.numel()
             return call(ids, *rest, **more)
 
@@ -80,23 +80,23 @@ def test_no_piece_reads_more_than_a_step(
 
     monkeypatch.setattr(Job, "run", counted)
     for call in ("hidden", "encode"):
-        if hasattr(host.model, call):
-            monkeypatch.setattr(host.model, call, reading(getattr(host.model, call)))
+        if hasattr(worker.model, call):
+            monkeypatch.setattr(worker.model, call, reading(getattr(worker.model, call)))
     client.post(path, body)
-    assert len(pieces) >= 2 and 0 < max(pieces) <= host.places
-    assert host.requests == host.tokens == 0
+    assert len(pieces) >= 2 and 0 < max(pieces) <= worker.places
+    assert worker.requests == worker.tokens == 0
 
 
-def slowed(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def slowed(worker: ModelWorker, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Every forward of a model takes 20 ms more; how many rows each of them had."""
-    rows, real = list[int](), host.model.hidden
+    rows, real = list[int](), worker.model.hidden
 
     def slow(ids: torch.Tensor, *rest: Any, **more: Any) -> Any:
         rows.append(len(ids))
         time.sleep(0.02)
         return real(ids, *rest, **more)
 
-    monkeypatch.setattr(host.model, "hidden", slow)
+    monkeypatch.setattr(worker.model, "hidden", slow)
     return rows
 
 
@@ -108,19 +108,19 @@ def test_small_jobs_do_not_wait_for_large_ones(
 ) -> None:
     """During the first piece of a large one a small one comes, and ends before the large one's
     fourth."""
-    host, ended, pieces = client.app.hosts["words"], list[str](), list[int]()
-    real = host.model.hidden
+    worker, ended, pieces = client.app.workers["words"], list[str](), list[int]()
+    real = worker.model.hidden
 
     def slow(ids: torch.Tensor, *rest: Any, **more: Any) -> Any:
         pieces.append(len(ids))
         end = time.monotonic() + 20
         while len(ids) > 1 and time.monotonic() < end:
-            if ended or (len(pieces) <= 4 and host.requests == 2):
+            if ended or (len(pieces) <= 4 and worker.requests == 2):
                 break
             time.sleep(0.001)
         return real(ids, *rest, **more)
 
-    monkeypatch.setattr(host.model, "hidden", slow)
+    monkeypatch.setattr(worker.model, "hidden", slow)
 
     def ask(name: str, body: dict[str, Any]) -> None:
         client.post("/v1/embeddings", body)
@@ -139,11 +139,11 @@ def test_small_jobs_do_not_wait_for_large_ones(
 
 def test_streams_go_on_beside_a_job(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two pieces the engine takes a step."""
-    host = client.app.hosts["demo"]
-    assert host.engine is not None
-    order, step, run = list[str](), host.engine.step, Job.run
+    worker = client.app.workers["demo"]
+    assert worker.engine is not None
+    order, step, run = list[str](), worker.engine.step, Job.run
     monkeypatch.setattr(Job, "run", lambda job: order.append("piece") or run(job))  # type: ignore[func-returns-value]
-    monkeypatch.setattr(host.engine, "step", lambda: order.append("step") or step())  # type: ignore[func-returns-value]
+    monkeypatch.setattr(worker.engine, "step", lambda: order.append("step") or step())  # type: ignore[func-returns-value]
     long = {"model": "demo", "prompt": "Sort:", "max_tokens": 200, "logit_bias": {"0": -100}}
     stream = threading.Thread(target=client.post, args=("/v1/completions", long))
     stream.start()
@@ -156,8 +156,8 @@ def test_streams_go_on_beside_a_job(client: Client, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_job_ends_when_its_client_leaves(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = client.app.hosts["words"]
-    rows = slowed(host, monkeypatch)
+    worker = client.app.workers["words"]
+    rows = slowed(worker, monkeypatch)
     body = json.dumps(LARGE).encode()
     sock = socket.create_connection(("127.0.0.1", client.port))
     sock.sendall(head(body, path="/v1/embeddings") + body)
@@ -168,35 +168,35 @@ def test_a_job_ends_when_its_client_leaves(client: Client, monkeypatch: pytest.M
     # As many rounds as the whole job would need.
     for _ in LARGE["input"][::50]:
         passed = threading.Event()
-        host.inbox.put(passed.set)
+        worker.inbox.put(passed.set)
         passed.wait()
     assert sum(rows) < len(LARGE["input"]) / 2
-    assert host.requests == host.tokens == 0
+    assert worker.requests == worker.tokens == 0
     client.post("/v1/embeddings", {"model": "words", "input": "a dog"})
-    assert not host.jobs
+    assert not worker.jobs
 
 
 def test_a_job_that_is_late_is_told(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = slowed(client.app.hosts["words"], monkeypatch)
+    rows = slowed(client.app.workers["words"], monkeypatch)
     monkeypatch.setattr(client.app, "limits", Limits(deadline=0.05))
     error = client.post("/v1/embeddings", LARGE, 400)["error"]
     assert error["code"] == "deadline_exceeded" and sum(rows) < len(LARGE["input"])
 
 
 def test_what_waits_is_bounded_in_tokens(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = client.app.hosts["words"]
-    slowed(host, monkeypatch)
+    worker = client.app.workers["words"]
+    slowed(worker, monkeypatch)
     monkeypatch.setattr(client.app, "limits", Limits(queue_tokens=1000))
     # Alone a request may be larger than that.
     large = threading.Thread(target=client.post, args=("/v1/embeddings", LARGE))
     large.start()
-    while not host.requests:
+    while not worker.requests:
         assert large.is_alive()
     status, headers, content = client.request("POST", "/v1/embeddings", LARGE)
     assert status == 429 and int(headers["retry-after"]) >= 1
     assert json.loads(content)["error"]["code"] == "queue_full"
     large.join()
-    assert host.requests == host.tokens == 0
+    assert worker.requests == worker.tokens == 0
     client.post("/v1/embeddings", {"model": "words", "input": "a dog"})
 
 
@@ -215,9 +215,9 @@ def test_nobody_waits_for_what_is_warmed(monkeypatch: pytest.MonkeyPatch) -> Non
     idle, busy, took = list[bool](), list[float](), 0.02
 
     def warm(engine: Engine, measuring: bool = True) -> bool:
-        host = client.app.hosts["demo"]
+        worker = client.app.workers["demo"]
         if measuring:
-            idle.append(engine.idle and host.inbox.empty() and not host.jobs)
+            idle.append(engine.idle and worker.inbox.empty() and not worker.jobs)
         else:
             busy.append(time.monotonic())
         time.sleep(took)
@@ -233,10 +233,10 @@ def test_nobody_waits_for_what_is_warmed(monkeypatch: pytest.MonkeyPatch) -> Non
         while thread.is_alive():
             assert client.post("/v1/completions", SHORT)["choices"] == expected
         while not idle:
-            assert client.app.hosts["demo"].thread.is_alive()
+            assert client.app.workers["demo"].thread.is_alive()
         assert all(idle)
         assert all(b - a > PAUSE * took for a, b in itertools.pairwise(busy))
-        client.app.hosts["demo"].warm = False
+        client.app.workers["demo"].warm = False
         assert client.request("GET", "/ready")[0] == 503
         monkeypatch.setattr(Engine, "cold", False)
         assert client.post("/v1/completions", SHORT)["choices"] == expected
@@ -301,7 +301,7 @@ def test_the_prompts_of_a_client_come_one_after_the_other(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each has as late a turn as rows of the same client come before it; its own rows count too."""
-    engine, turns = client.app.hosts["demo"].engine, list[int]()
+    engine, turns = client.app.workers["demo"].engine, list[int]()
     assert engine is not None
     submit = engine.submit
     monkeypatch.setattr(engine, "submit", lambda r: turns.append(r.turn) or submit(r))  # type: ignore[func-returns-value]
@@ -350,26 +350,26 @@ def test_numbers_of_answers_are_bounded_together_and_given_back(
     client: Client, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     path, body = NUMBERS[name]
-    host = client.app.hosts[body["model"]]
+    worker = client.app.workers[body["model"]]
     monkeypatch.setattr(client.app, "limits", Limits(numbers=25))
     if name in LISTED:
         error = client.post(path, {"max_tokens": 30, "ignore_eos": True} | body, 400)["error"]
         assert error["param"] == "logprobs"
         monkeypatch.setattr(client.app, "limits", Limits(numbers=10_000))
-    seen, room = list[int](), host.room
+    seen, room = list[int](), worker.room
 
     def watched(tokens: int, numbers: int = 0) -> Any:
         seen.append(numbers)
         return room(tokens, numbers)
 
-    monkeypatch.setattr(host, "room", watched)
+    monkeypatch.setattr(worker, "room", watched)
     # Alone it may be as large as it is.
     client.post(path, body)
-    assert seen[0] > 0 and host.numbers == 0
-    monkeypatch.setattr(host, "numbers", client.app.limits.numbers)
+    assert seen[0] > 0 and worker.numbers == 0
+    monkeypatch.setattr(worker, "numbers", client.app.limits.numbers)
     status, headers, content = client.request("POST", path, body)
     assert status == 429 and headers["retry-after"] and b"queue_full" in content
-    if host.engine is not None:
+    if worker.engine is not None:
         few = {"model": body["model"], "prompt": [5], "max_tokens": 1}
         assert client.post("/v1/completions", few)["choices"]
 
@@ -440,5 +440,5 @@ def test_what_is_too_much_is_refused_before_it_is_read(
 ) -> None:
     for name in ("regard.serve.answers.as_chat", "regard.serve.prompts.encode_chat"):
         monkeypatch.setattr(name, lambda *_, **__: pytest.fail("it was read"))
-    monkeypatch.setattr(type(client.app.hosts["t5"].tokenizer), "encode", None)
+    monkeypatch.setattr(type(client.app.workers["t5"].tokenizer), "encode", None)
     assert client.post(path, {"model": "demo"} | body, 400)["error"]["param"] == param

@@ -19,7 +19,7 @@ from regard.layers import Classify
 from regard.models.adapt import with_head
 from regard.see.probe import Probe
 from regard.serve.edge import new_key
-from regard.serve.host import Options
+from regard.serve.model_worker import Options
 from tests.serve.running import Client, running
 from tests.test_cli import SMALL, folder, put
 from tests.text import tiny
@@ -208,7 +208,7 @@ def test_a_look_is_what_a_probe_sees(demo: Client) -> None:
     )
     text = answer["choices"][0]["text"]
     assert "".join(seen["tokens"]) == "12 + 30" + text and seen["maps"].keys() == {"1.self"}
-    model = demo.app.hosts["demo"].model
+    model = demo.app.workers["demo"].model
     probe, ids = Probe([1], [2, 3]), tokenizer_of(model).encode("12 + 30" + text)
     with torch.inference_mode():
         model.hidden(torch.tensor([ids]), probe=probe)
@@ -242,25 +242,25 @@ def test_looks_change_no_answer(demo: Client) -> None:
 
 def test_looks_leave_others_their_time(plain: Client) -> None:
     """After a look the next one waits while something is written, and comes at once where nothing is."""
-    host, idle = plain.app.hosts["demo"], list[bool]()
-    assert host.engine is not None
+    worker, idle = plain.app.workers["demo"], list[bool]()
+    assert worker.engine is not None
 
     class Watched(deque[Any]):
         def popleft(self) -> Any:
-            idle.append(host.engine.idle)  # type: ignore[union-attr]
+            idle.append(worker.engine.idle)  # type: ignore[union-attr]
             return super().popleft()
 
-    host.looks, host.next_look = Watched(), float("inf")
+    worker.looks, worker.next_look = Watched(), float("inf")
     long = {"model": "demo", "prompt": "Sort:", "max_tokens": 200, "logit_bias": {"0": -100}}
     thread = threading.Thread(target=lambda: plain.post("/v1/completions", long))
     thread.start()
-    while not host.handles:
+    while not worker.handles:
         assert thread.is_alive(), "the answer was there before anybody could look"
     plain.post("/v1/look", {"model": "demo", "input": "12 + 30 = 42", "rows": [-1]})
     thread.join()
     assert set(idle) == {True}
-    while host.next_look == float("inf"):
-        assert host.thread.is_alive()
+    while worker.next_look == float("inf"):
+        assert worker.thread.is_alive()
 
 
 def test_requests_do_not_wait_for_others_that_never_come(demo: Client) -> None:
@@ -327,7 +327,7 @@ def test_prompts_of_two_keys_share_no_pages(tmp_path: Path) -> None:
     ann, bob = (new_key(keys, name, False) for name in ("ann", "bob"))
     with running({"demo": "demo"}, keys=keys) as client:
         salts = []
-        engine = client.app.hosts["demo"].engine
+        engine = client.app.workers["demo"].engine
         assert engine is not None
         submit = engine.submit
         engine.submit = lambda request: salts.append(request.salt) or submit(request)  # type: ignore[func-returns-value, method-assign]

@@ -188,7 +188,7 @@ async def arrivals(handles: Sequence[RequestHandle]) -> AsyncIterator[list[Arriv
             yield come
 
 
-class Host:
+class ModelWorker:
     """A model that is served. `submit`, `cancel` and `work` are for the event loop; what begins with _ happens in its
     thread, but for `_deliver`."""
 
@@ -464,7 +464,7 @@ class Models:
         self.folders, self.options, self.limits = folders, options, limits
         self.memory, self.local, self.streams, self.active = memory, local, 0, 0
         self.guard, self.metrics = Guard(keys), Metrics()
-        self.hosts: dict[str, Host] = {}
+        self.workers: dict[str, ModelWorker] = {}
         self.pool = ThreadPoolExecutor(2, thread_name_prefix="worker")
         self.ran: OrderedDict[str, Ran] = OrderedDict()
         self.changing, self.changes = asyncio.Lock(), set[asyncio.Future[None]]()
@@ -475,13 +475,13 @@ class Models:
         """Make a model ready, within the memory that there is; the garbage collector passes over it (0.3 s)."""
         folder = resolve_model(self.folders[name])
         need = sum(f.stat().st_size for f in Path(folder).glob("*.safetensors"))
-        used = sum(host.nbytes for host in self.hosts.values())
+        used = sum(worker.nbytes for worker in self.workers.values())
         if self.memory is not None and used + need > self.memory:
             raise UsageError(
                 f"{name} has {need / 2**30:.2f} GiB of weights, and of {self.memory / 2**30:.2f} GiB "
                 f"{used / 2**30:.2f} are in use; unload a model, or raise --memory"
             )
-        self.hosts[name] = Host(name, folder, self)
+        self.workers[name] = ModelWorker(name, folder, self)
         gc.freeze()
 
     async def change(self, work: Coroutine[Any, Any, None]) -> None:
@@ -498,31 +498,33 @@ class Models:
 
     async def unload(self, name: str) -> None:
         """Take a model out when what runs on it is done."""
-        host, end = self.host(name), time.monotonic() + self.limits.drain
-        host.closing = True
-        while host.requests and time.monotonic() < end:
+        worker, end = self.worker(name), time.monotonic() + self.limits.drain
+        worker.closing = True
+        while worker.requests and time.monotonic() < end:
             await asyncio.sleep(0.05)
-        self.hosts.pop(name).close()
+        self.workers.pop(name).close()
         gc.unfreeze()
 
-    def host(self, name: str) -> Host:
-        if name not in self.hosts:
+    def worker(self, name: str) -> ModelWorker:
+        if name not in self.workers:
             if name in self.folders:
                 raise HTTPError(503, f"{name} is not loaded", "model", "model_not_loaded", wait=5)
-            why = f"there is no model {name!r:.80}; {nearest(name, self.hosts)}"
+            why = f"there is no model {name!r:.80}; {nearest(name, self.workers)}"
             raise HTTPError(404, why, "model", "model_not_found")
-        return self.hosts[name]
+        return self.workers[name]
 
-    def writer(self, name: str) -> Host:
+    def writer(self, name: str) -> ModelWorker:
         """A model that writes."""
-        host = self.host(name)
-        if "completions" not in (kinds := serves(host)):
-            what = "an encoder and writes nothing" if host.engine is None else "asked with pictures"
+        worker = self.worker(name)
+        if "completions" not in (kinds := serves(worker)):
+            what = (
+                "an encoder and writes nothing" if worker.engine is None else "asked with pictures"
+            )
             why = f"{name} is {what}; here it serves {', '.join(kinds) or 'nothing'}"
             raise HTTPError(400, why, "model")
-        return host
+        return worker
 
-    async def worker(self, job: Callable[[], T], param: str | None = None) -> T:
+    async def in_thread(self, job: Callable[[], T], param: str | None = None) -> T:
         """Run something that takes time beside the event loop; a mistake in `param` is named."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self.pool, job)
@@ -543,9 +545,9 @@ class Models:
         finally:
             self.streams -= 1
 
-    def spent(self, http: HTTPRequest, host: Host, **tokens: int) -> None:
+    def spent(self, http: HTTPRequest, worker: ModelWorker, **tokens: int) -> None:
         """Count the tokens of a request: for the log, and for the rate of its key."""
-        http.note |= {"model": host.name, **tokens}
+        http.note |= {"model": worker.name, **tokens}
         if http.user is not None:
             self.guard.left(http.user, "tokens", sum(tokens.values()))
 
@@ -558,14 +560,14 @@ class Models:
             self.ran.popitem(last=False)
 
 
-def serves(host: Host) -> list[str]:
+def serves(worker: ModelWorker) -> list[str]:
     """What a model can be asked for."""
-    head, kinds = getattr(host.model.config, "head", None), []
-    if host.engine is not None and not (host.model.reads_source and patches_of(host.model)):
-        chats = ["chat", "responses"] if host.tokenizer and host.tokenizer.templates else []
+    head, kinds = getattr(worker.model.config, "head", None), []
+    if worker.engine is not None and not (worker.model.reads_source and patches_of(worker.model)):
+        chats = ["chat", "responses"] if worker.tokenizer and worker.tokenizer.templates else []
         kinds += ["completions", *chats]
-        kinds += ["translations"] if host.model.reads_source else []
+        kinds += ["translations"] if worker.model.reads_source else []
     kinds += ["classify"] if isinstance(head, Classify) else []
     kinds += ["fill"] if isinstance(head, MLM) else []
-    reads = host.tokenizer is not None and patches_of(host.model) is None
+    reads = worker.tokenizer is not None and patches_of(worker.model) is None
     return [*kinds, "embeddings", "look"] if reads else kinds
