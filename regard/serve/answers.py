@@ -24,22 +24,22 @@ from regard.decode.check import context_of, written
 from regard.decode.defaults import folder_settings, settings_of, special_of
 from regard.decode.settings import Request, Result
 from regard.serve import schemas
-from regard.serve.edge import HTTPError, HTTPRequest, late
+from regard.serve.edge import Bound, HTTPError, HTTPRequest, late
 from regard.serve.grammar import Matching, Reader, masks_for
-from regard.serve.model_worker import Entry, Models, ModelWorker, Ran, RequestHandle, arrivals
+from regard.serve.model_worker import Entry, ModelWorker, Ran, RequestHandle, arrivals
 from regard.serve.prompts import chat_ids, check_turns, prompts_of
 from regard.text.tokenizer import check_stop
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
-# Of a body's fields, those that the engine has, and by what name.
-SETTINGS = "temperature top_p top_k min_p seed logit_bias presence_penalty frequency_penalty repetition_penalty"
-RENAMED = {name: name for name in SETTINGS.split()} | {"min_tokens": "min_new_tokens"}
 # Of the input of /v1/responses, what each kind of item must have.
 NEEDS = {"message": ["role", "content"], "function_call": ["call_id", "name", "arguments"]}
 NEEDS |= {"function_call_output": ["call_id", "output"]}
 # Of a chat's fields, what /v1/responses calls them.
 NAMES = {"messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens"}
-ECHOED = "user max_tool_calls prompt_cache_key prompt_cache_retention safety_identifier"
+ECHOED = (
+    "user instructions max_output_tokens max_tool_calls prompt_cache_key prompt_cache_retention "
+)
+ECHOED += "safety_identifier"
 MANY = 4096  # log probabilities that are written in the event loop, or by a thread at a time
 # How models that think before they answer end their thoughts.
 THOUGHT = b"</think>"
@@ -51,16 +51,13 @@ class Ask:
     """Prompts for one model, and how they are answered; made in a thread, where checking may take its time."""
 
     def __init__(
-        self, app: Models, http: HTTPRequest, worker: ModelWorker, body: Any, prompts: list[list[int]], field: str,
+        self, http: HTTPRequest, worker: ModelWorker, body: Any, prompts: list[list[int]], field: str,
         **more: Any,
     ):  # fmt: skip
-        self.app, self.http, self.worker, self.prompts, self.field = (
-            app,
-            http,
-            worker,
-            prompts,
-            field,
-        )
+        self.app = worker.app
+        self.http = http
+        self.worker = worker
+        self.prompts = prompts
         self.mask = more.pop("mask", None)
         given = {k: v for k, v in msgspec.structs.asdict(body).items() if v is not None}
         if "stream_options" in given and not given.get("stream"):
@@ -68,42 +65,46 @@ class Ask:
         used = 1 if worker.model.reads_source else max(map(len, prompts), default=0)
         self.sized = settings_of(worker.model, self.asked(given, more) | more)
         self.settings = self.sized(used)
-        longest, new = context_of(worker.model), self.settings.max_new_tokens
+        longest = context_of(worker.model)
+        new = self.settings.max_new_tokens
         if longest is not None and used + new > longest:
             why = f"{used} tokens of prompt and {new} new ones are more than the model's context of"
             raise HTTPError(400, f"{why} {longest}; send less", field, "context_length_exceeded")
-        whose = [
-            http.who,
-            *(given.get(name, "") for name in ("user", "safety_identifier", "cache_salt")),
-        ]
-        self.salt = hashlib.sha256("\0".join(whose).encode()).hexdigest()
-        self.priority, most = given.get("priority", 0), http.user.priority if http.user else 0
+        whose = (given.get(name, "") for name in ("user", "safety_identifier", "cache_salt"))
+        self.salt = hashlib.sha256("\0".join((http.who, *whose)).encode()).hexdigest()
+        self.priority = given.get("priority", 0)
+        most = http.user.priority if http.user else 0
         if self.priority > most:
             why = f"priority is {self.priority}; the largest of this key is {most}"
             raise HTTPError(400, why, "priority")
-        self.created, self.usage = int(time.time()), {"prompt": sum(map(len, prompts)), "new": 0}
+        self.created = int(time.time())
+        self.usage = {"prompt": sum(map(len, prompts)), "new": 0}
         self.cached = self.thought = 0
         # Log probabilities for each token, if they are listed, and in all.
         self.listed = 1 + self.settings.top_logprobs if "top_logprobs" in more else 0
         tokens = len(prompts) * self.n * new
         tokens += self.usage["prompt"] if self.settings.prompt_logprobs else 0
         self.numbers = tokens * self.listed
-        if self.numbers > app.limits.numbers:
-            why = f"up to {self.numbers:,} log probabilities; this server gives {app.limits.numbers:,}"
+        most = self.app.limits.numbers
+        if self.numbers > most:
+            why = f"up to {self.numbers:,} log probabilities; this server gives {most:,}"
             raise HTTPError(400, f"{why}: ask for fewer, or of fewer tokens", "logprobs")
 
     def asked(self, given: Data, more: Data) -> Data:
         """The engine's settings of a body's fields, and `more` of them; else as the model's folder says; else one
         answer, drawn at temperature 1."""
-        limits, folder = self.app.limits, folder_settings(self.worker.model)[0]
+        folder = folder_settings(self.worker.model)[0]
         n: int = given.get("n", 1)
         single = [given.get("stream"), given.get("stop"), self.mask, more.get("top_logprobs")]
         usual: int = 1 if any(single) or "temperature" in given else folder.get("beams", 1)
         usual = more.pop("beams", usual)
         beams: int = given.get("beams", usual if n <= usual else 1)
-        self.n, self.copies, self.stop = n, 1, check_stop(given.get("stop", ()))
-        if n > limits.n:
-            raise HTTPError(400, f"n is {n}; this server gives at most {limits.n} answers", "n")
+        self.n = n
+        self.copies = 1
+        self.stop = check_stop(given.get("stop", ()))
+        most = self.app.limits.n
+        if n > most:
+            raise HTTPError(400, f"n is {n}; this server gives at most {most} answers", "n")
         if n > beams > 1:
             raise HTTPError(400, f"n is {n}, more than {beams} beams", "n")
         if sum(map(len, self.stop)) > 4096 or (self.stop and beams > 1):
@@ -113,21 +114,19 @@ class Ask:
             self.worker.words("stop")
         size = written(self.worker.model).vocab
         for name in ("logit_bias", "stop_token_ids"):
-            if (most := max(given.get(name, ()), default=0)) >= size:
+            most = max(given.get(name, ()), default=0)
+            if most >= size:
                 why = f"{name} has the token {most}, the vocabulary ends with {size - 1}"
                 raise HTTPError(400, why, name)
-        settings: Data = {"seed": secrets.randbits(62)}
-        settings |= {ours: given[name] for name, ours in RENAMED.items() if name in given}
-        if settings.get("top_k") == -1:
-            settings["top_k"] = 0
+        settings: Data = {"seed": secrets.randbits(62), **schemas.drawn(given), "beams": beams}
         if given.get("ignore_eos") or "stop_token_ids" in given:
             own = () if given.get("ignore_eos") else special_of(self.worker.model).eos
             ends = [*(i for i in own if i < size), *given.get("stop_token_ids", ())]
             settings["eos"] = tuple(dict.fromkeys(ends))
-        settings["beams"], heat = beams, folder.get("temperature", 1.0)
         if beams > 1:
-            settings["n_best"] = n
-        elif more.get("temperature", settings.setdefault("temperature", heat)):
+            return {**settings, "n_best": n}
+        settings.setdefault("temperature", folder.get("temperature", 1.0))
+        if more.get("temperature", settings["temperature"]):
             settings["samples"] = n
         else:
             # Greedy answers are all the same: one is made, and given n times.
@@ -137,38 +136,43 @@ class Ask:
     @asynccontextmanager
     async def handles(self, live: bool) -> AsyncIterator[list[RequestHandle]]:
         """The requests in the engine's queue; out of it at the end, whatever happens."""
-        wake, handles, model = asyncio.Event(), list[RequestHandle](), self.worker.model
-        more: Data = {"salt": self.salt, "priority": self.priority}
-        more["deadline"] = time.monotonic() + self.app.limits.deadline
-        with self.worker.room(self.usage["prompt"], self.numbers):
+        assert self.http.bound is Bound.QUEUE, "the table says how it is bounded"
+        worker = self.worker
+        wake = asyncio.Event()
+        handles = list[RequestHandle]()
+        deadline = time.monotonic() + self.app.limits.deadline
+        with worker.room(self.usage["prompt"], self.numbers):
             try:
-                for i, ids in enumerate(self.prompts):
-                    # As many rows of this client come before it, and its own: those of others come in between.
-                    turn = (i + 1) * self.settings.rows - 1
-                    size = 1 if model.reads_source else len(ids)
-                    request = Request(ids, self.sized(size), key=i, turn=turn, **more)
-                    if model.reads_source:
-                        request.source = torch.tensor(ids, dtype=torch.long)
-                        request.ids = [special_of(model).start or 0]
-                    request.mask = self.mask() if self.mask else None
-                    handles.append(
-                        RequestHandle(request, self.worker.tokenizer, self.stop, live, wake)
-                    )
-                    self.worker.submit(handles[-1])
+                for i in range(len(self.prompts)):
+                    request = self.request(i, deadline)
+                    handles.append(RequestHandle(request, worker.tokenizer, self.stop, live, wake))
+                    worker.submit(handles[-1])
                 yield handles
             finally:
                 for handle in handles:
-                    self.worker.cancel(handle)
-                self.http.first = min(
-                    (t.first for t in handles if t.first is not None), default=None
-                )
-                self.app.spent(self.http, self.worker, **self.usage)
+                    worker.cancel(handle)
+                begun = [handle.first for handle in handles if handle.first is not None]
+                self.http.first = min(begun, default=None)
+                self.app.spent(self.http, worker, **self.usage)
                 self.http.note["cached"] = self.cached
                 if all(handle.results is not None for handle in handles):
                     pairs = zip(self.prompts, handles)
                     texts = [(ids, r.ids) for ids, handle in pairs for r in handle.results or []]
                     size = sum(len(prompt) + len(answer) for prompt, answer in texts)
-                    self.app.remember(self.name, Ran(self.http.who, self.worker.name, texts, size))
+                    self.app.remember(self.name, Ran(self.http.who, worker.name, texts, size))
+
+    def request(self, i: int, deadline: float) -> Request:
+        """Prompt i as the engine has it."""
+        ids, model = self.prompts[i], self.worker.model
+        settings = self.sized(1 if model.reads_source else len(ids))
+        # As many rows of this client come before it, and its own: those of others come in between.
+        turn = (i + 1) * self.settings.rows - 1
+        more: Data = {"salt": self.salt, "priority": self.priority, "deadline": deadline}
+        more["mask"] = self.mask() if self.mask else None
+        if model.reads_source:
+            more["source"] = torch.tensor(ids, dtype=torch.long)
+            ids = [special_of(model).start or 0]
+        return Request(ids, settings, key=i, turn=turn, **more)
 
     def checked(self, handle: RequestHandle) -> list[Result]:
         """Results that are answers."""
@@ -204,11 +208,14 @@ class Ask:
                     pieces = pieces if stream else []
                     ends = self.checked(handles[i]) if results is not None else []
                     for k in sorted({p.sample for p in pieces} | set(range(len(ends)))):
-                        new, at, finish = [p for p in pieces if p.sample == k], i * self.n + k, ""
+                        at = i * self.n + k
+                        new = [p for p in pieces if p.sample == k]
                         text = "".join(p.text for p in new)
                         entries: list[Entry] = [p.entry for p in new]
+                        finish = ""
                         if ends:
-                            text, finish = (ends[k].text or "")[sent[at] :], ends[k].finish
+                            text = (ends[k].text or "")[sent[at] :]
+                            finish = ends[k].finish
                             if not (stream and handles[i].live):
                                 entries = entries_of(ends[k], self.prompts[i])
                         sent[at] += len(text)
@@ -219,23 +226,20 @@ class Ask:
     def head(self, kind: str, prefix: str) -> Data:
         """How every answer and every chunk of one begins."""
         self.name = prefix + self.http.id.removeprefix("req_")
-        about = {
+        return {
             "id": self.name,
             "object": kind,
             "created": self.created,
             "model": self.worker.name,
+            "system_fingerprint": self.worker.fingerprint,
         }
-        return {**about, "system_fingerprint": self.worker.fingerprint}
 
     def spent(self, prompt: str = "prompt", new: str = "completion") -> Data:
         """What was used, in the words of a path."""
-        counts = self.usage["prompt"], self.usage["new"]
         return {
-            **{
-                f"{prompt}_tokens": counts[0],
-                f"{new}_tokens": counts[1],
-                "total_tokens": sum(counts),
-            },
+            f"{prompt}_tokens": self.usage["prompt"],
+            f"{new}_tokens": self.usage["new"],
+            "total_tokens": sum(self.usage.values()),
             f"{prompt}_tokens_details": {"cached_tokens": self.cached},
             f"{new}_tokens_details": {"reasoning_tokens": self.thought},
         }
@@ -245,10 +249,12 @@ class Ask:
     ) -> list[tuple[int, Any]]:
         """Choices by the number of their answer. Where many tokens are listed, a thread makes them, some answers at a
         time, and they are JSON at once: it takes its time to name the best tokens of each place."""
-        groups, listed = [list[Said]()], 0
+        groups = [list[Said]()]
+        listed = 0
         for each in batch:
             if listed > MANY:
-                groups, listed = [*groups, []], 0
+                groups.append([])
+                listed = 0
             groups[-1].append(each)
             listed += len(each[2]) * self.listed
         if len(groups) == 1 and listed <= MANY:
@@ -261,15 +267,14 @@ class Ask:
 
     async def send(
         self, body: Any, head: Data, choices: Callable[..., list[Data]], first: Sequence[Data] = ()
-    ) -> None:
-        """The answer, or a chunk for each choice; `choices` makes them of what an answer says."""
-        http, options = self.http, body.stream_options
+    ) -> Data | None:
+        """The answer, or a chunk for each choice, which are sent; `choices` makes them of what an answer says."""
+        http = self.http
         if not body.stream:
             found = [c async for batch in self.said(False) for c in await self.made(batch, choices)]
             answers = [choice for _, choice in sorted(found, key=itemgetter(0))]
-            await http.json({**head, "choices": answers, "usage": self.spent()})
-            return
-        usage = options is not None and bool(options.include_usage)
+            return {**head, "choices": answers, "usage": self.spent()}
+        usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         more = {"usage": None} if usage else {}
         with self.app.streaming():
             async for batch in self.said(True):
@@ -282,6 +287,7 @@ class Ask:
             if usage:
                 await http.events([{**head, "choices": [], "usage": self.spent()}])
             await http.done()
+        return None
 
 
 def thoughts(worker: ModelWorker, ids: Sequence[int]) -> int:
@@ -299,31 +305,25 @@ def entries_of(result: Result, prompt: Sequence[int] = ()) -> list[Entry]:
     return [*before, *zip(result.ids, result.logprobs, result.top_logprobs or repeat([]))]
 
 
-def shown(token: bytes) -> str:
-    """A token as text; where it is a part of a character, its bytes."""
-    try:
-        return token.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{b:02x}" for b in token)
-
-
 class Offsets:
     """Where the characters of each token begin."""
 
     def __init__(self) -> None:
-        self.decoder, self.at = codecs.getincrementaldecoder("utf-8")("replace"), 0
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.at = 0
 
     def of(self, token: bytes) -> int:
-        before, self.at = self.at, self.at + len(self.decoder.decode(token))
+        before = self.at
+        self.at += len(self.decoder.decode(token))
         return before
 
 
 def completion_logprobs(worker: ModelWorker, entries: Sequence[Entry], offsets: Offsets) -> Data:
     """Four lists, one entry for each token."""
-    names = [shown(worker.token(token)) for token, _, _ in entries]
+    names = [worker.shown(token) for token, _, _ in entries]
     tops = []
     for name, (_, logprob, best) in zip(names, entries):
-        listed = {shown(worker.token(i)): finite(p) for i, p in reversed(best)}
+        listed = {worker.shown(i): finite(p) for i, p in reversed(best)}
         tops.append(None if logprob is None else {**listed, name: finite(logprob)} if best else {})
     return {
         "tokens": names,
@@ -335,8 +335,8 @@ def completion_logprobs(worker: ModelWorker, entries: Sequence[Entry], offsets: 
 
 def chat_logprobs(worker: ModelWorker, entries: Sequence[Entry]) -> Data:
     def one(token: int, logprob: float | None) -> Data:
-        content = worker.token(token)
-        return {"token": shown(content), "logprob": finite(logprob), "bytes": list(content)}
+        content = list(worker.token(token))
+        return {"token": worker.shown(token), "logprob": finite(logprob), "bytes": content}
 
     content = [{**one(i, p), "top_logprobs": [one(*t) for t in tops]} for i, p, tops in entries]
     return {"content": content, "refusal": None}
@@ -347,10 +347,12 @@ def finite(x: float | None) -> float:
     return -9999.0 if x is None else max(x, -9999.0)
 
 
-async def completions(app: Models, http: HTTPRequest, body: schemas.Completion) -> None:
+async def completions(
+    http: HTTPRequest, worker: ModelWorker, body: schemas.Completion
+) -> Data | None:
+    listed = body.logprobs is not None
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise HTTPError(400, "best_of: this server gives all n answers; leave it out", "best_of")
-    worker, listed = app.writer(body.model), body.logprobs is not None
     if body.stream and body.echo and listed:
         raise HTTPError(400, "echo with logprobs cannot be streamed; leave one out", "echo")
     if body.echo and worker.model.reads_source:
@@ -362,21 +364,24 @@ async def completions(app: Models, http: HTTPRequest, body: schemas.Completion) 
         raise HTTPError(400, why, "max_tokens")
     more: Data = {"max_new_tokens": max(1, most)}
     if listed:
-        more |= {"top_logprobs": body.logprobs if (body.beams or 1) == 1 else 0}
-        more |= {"prompt_logprobs": True} if body.echo else {}
-
-    prompts = await prompts_of(app, worker, body.prompt, "prompt")
-    ask = await app.in_thread(lambda: Ask(app, http, worker, body, prompts, "prompt", **more))
-    offsets, echoed = defaultdict[int, Offsets](Offsets), dict[int, str]()
+        more["top_logprobs"] = body.logprobs if (body.beams or 1) == 1 else 0
+        more["prompt_logprobs"] = bool(body.echo)
+    in_thread = worker.app.in_thread
+    prompts = await prompts_of(worker, body.prompt, "prompt")
+    ask = await in_thread(lambda: Ask(http, worker, body, prompts, "prompt", **more))
+    offsets = defaultdict[int, Offsets](Offsets)
+    echoed = dict[int, str]()
     if body.echo:
         decode = worker.words("echo").decode
-        texts = await app.in_thread(lambda: [decode(ids) for ids in prompts])
+        texts = await in_thread(lambda: [decode(ids) for ids in prompts])
         echoed = dict(enumerate(text for text in texts for _ in range(ask.n)))
 
     def choices(i: int, text: str, entries: list[Entry], finish: str) -> list[Data]:
         if most == 0:
-            text, entries = "", entries[: len(ask.prompts[i // ask.n])]
-        text, logprobs = echoed.pop(i, "") + text, None
+            text = ""
+            entries = entries[: len(ask.prompts[i // ask.n])]
+        text = echoed.pop(i, "") + text
+        logprobs = None
         if listed and (entries or not body.stream):
             logprobs = completion_logprobs(worker, entries, offsets[i])
         if not (text or finish or logprobs):
@@ -384,45 +389,47 @@ async def completions(app: Models, http: HTTPRequest, body: schemas.Completion) 
         why = FINISH.get(finish)
         return [{"index": i, "text": text, "logprobs": logprobs, "finish_reason": why}]
 
-    await ask.send(body, ask.head("text_completion", "cmpl-"), choices)
+    return await ask.send(body, ask.head("text_completion", "cmpl-"), choices)
 
 
 async def conversation(
-    app: Models, http: HTTPRequest, body: schemas.Chat
+    http: HTTPRequest, worker: ModelWorker, body: schemas.Chat
 ) -> tuple[Ask, list[Reader]]:
     """What a chat asks for, and a reader for each answer."""
-    worker, choice = app.writer(body.model), body.tool_choice
+    choice = body.tool_choice
+    limits = worker.app.limits
     tools = [tool.function for tool in body.tools or []]
     wanted = choice.function.name if isinstance(choice, schemas.ChatChoice) else choice
     usable = tools if wanted != "none" else []
     more: Data = {"top_logprobs": body.top_logprobs or 0} if body.logprobs else {}
 
     parallel = body.parallel_tool_calls is not False
-    mask = await masks_for(app, worker, body.response_format, tools, wanted, parallel)
+    mask = await masks_for(worker, body.response_format, tools, wanted, parallel)
     given = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     given |= body.chat_template_kwargs or {}
-    ids = await chat_ids(app, worker, body.messages, usable, given)
-    longest = context_of(worker.model) or len(ids) + app.limits.new_tokens
+    ids = await chat_ids(worker, body.messages, usable, given)
+    longest = context_of(worker.model) or len(ids) + limits.new_tokens
     left = max(1, longest - (1 if worker.model.reads_source else len(ids)))
-    usual = min(app.limits.new_tokens, folder_settings(worker.model)[0].get("max_new_tokens", left))
+    usual = min(limits.new_tokens, folder_settings(worker.model)[0].get("max_new_tokens", left))
     most = body.max_completion_tokens or body.max_tokens or min(usual, left)
     more |= {"mask": mask, "max_new_tokens": most}
-    ask = await app.in_thread(lambda: Ask(app, http, worker, body, [ids], "messages", **more))
+    ask = await worker.app.in_thread(lambda: Ask(http, worker, body, [ids], "messages", **more))
     return ask, [Reader(bool(usable)) for _ in range(ask.n)]
 
 
-async def chat(app: Models, http: HTTPRequest, body: schemas.Chat) -> None:
+async def chat(http: HTTPRequest, worker: ModelWorker, body: schemas.Chat) -> Data | None:
     if body.top_logprobs and not body.logprobs:
         raise HTTPError(400, "top_logprobs needs logprobs=true", "top_logprobs")
-    ask, readers = await conversation(app, http, body)
+    ask, readers = await conversation(http, worker, body)
 
     def delta(i: int, change: Any, logprobs: Any = None, why: str | None = None) -> Data:
         return {"index": i, "delta": change, "logprobs": logprobs, "finish_reason": why}
 
     def choices(i: int, text: str, entries: list[Entry], finish: str) -> list[Data]:
-        logprobs, calls = None, readers[i].calls
+        logprobs = None
+        calls = readers[i].calls
         if body.logprobs and (entries or not body.stream):
-            logprobs = chat_logprobs(ask.worker, entries)
+            logprobs = chat_logprobs(worker, entries)
         changes = readers[i].push(text, bool(finish))
         why = "tool_calls" if calls else FINISH.get(finish)
         if not body.stream:
@@ -438,7 +445,7 @@ async def chat(app: Models, http: HTTPRequest, body: schemas.Chat) -> None:
 
     begun = {"role": "assistant", "content": "", "refusal": None}
     head = ask.head("chat.completion.chunk" if body.stream else "chat.completion", "chatcmpl-")
-    await ask.send(body, head, choices, [delta(i, begun) for i in range(ask.n)])
+    return await ask.send(body, head, choices, [delta(i, begun) for i in range(ask.n)])
 
 
 def as_chat(body: schemas.Response) -> schemas.Chat:
@@ -448,7 +455,8 @@ def as_chat(body: schemas.Response) -> schemas.Chat:
         messages.append(schemas.Message("system", body.instructions))
     items = [schemas.Item(role="user", content=x)] if isinstance(x := body.input, str) else x
     for i, item in enumerate(items):
-        where, needs = f"input[{i}]", NEEDS[item.type]
+        where = f"input[{i}]"
+        needs = NEEDS[item.type]
         given: Any = [getattr(item, name) for name in needs]
         if None in given:
             raise HTTPError(400, f"{where}: a {item.type} has {' and '.join(needs)}", where)
@@ -457,12 +465,14 @@ def as_chat(body: schemas.Response) -> schemas.Chat:
         elif item.type == "function_call":
             calls = messages[-1].tool_calls if messages else None
             if calls is None:
-                messages.append(schemas.Message("assistant", tool_calls=(calls := [])))
+                calls = []
+                messages.append(schemas.Message("assistant", tool_calls=calls))
             calls.append(schemas.Call(given[0], schemas.Function(*given[1:])))
         else:
             messages.append(schemas.Message("tool", given[1], tool_call_id=given[0]))
     choice: Any = body.tool_choice
-    form, schema = body.text.format if body.text else None, None
+    form = body.text.format if body.text else None
+    schema = None
     if isinstance(choice, schemas.ResponseChoice):
         choice = schemas.ChatChoice(schemas.Named(choice.name))
     if form is not None and form.schema is not None:
@@ -513,7 +523,8 @@ class Output:
         """The message that is being written is complete."""
         if not self.writing:
             return []
-        self.writing, part = False, self.items[-1]["content"][0]
+        self.writing = False
+        part = self.items[-1]["content"][0]
         return [
             self.inner("output_text.done", content_index=0, text=part["text"], logprobs=[]),
             self.inner("content_part.done", content_index=0, part=part),
@@ -542,9 +553,9 @@ class Output:
         return [*events, *more]
 
 
-async def responses(app: Models, http: HTTPRequest, body: schemas.Response) -> None:
+async def responses(http: HTTPRequest, worker: ModelWorker, body: schemas.Response) -> Data | None:
     try:
-        await respond(app, http, body)
+        return await respond(http, worker, body)
     except HTTPError as raised:
         # It is a chat inside, whose fields have other names.
         error = raised.body["error"]
@@ -552,33 +563,46 @@ async def responses(app: Models, http: HTTPRequest, body: schemas.Response) -> N
         raise
 
 
-async def respond(app: Models, http: HTTPRequest, body: schemas.Response) -> None:
-    if not isinstance(body.input, str):
-        check_turns(app, app.writer(body.model), body.input, "input")
-    ask, (reader,) = await conversation(app, http, await app.in_thread(lambda: as_chat(body)))
+def about_response(ask: Ask, body: schemas.Response) -> Data:
+    """What an answer says beside its output: all that was asked for, and what was not, as OpenAI has it."""
     form = (body.text and body.text.format) or schemas.ResponseFormat("text")
-    output, stream, settings = Output(), bool(body.stream), ask.settings
-    ask.head("response", "resp_")
-    chosen, asdict = body.tool_choice or "auto", msgspec.structs.asdict
-    effort = body.reasoning.effort if body.reasoning else None
     verbosity = {"verbosity": body.text.verbosity} if body.text and body.text.verbosity else {}
-    about: Data = {
+    asdict = msgspec.structs.asdict
+    choice = body.tool_choice or "auto"
+    return {
         **dict.fromkeys(("error", "incomplete_details", "completed_at", "previous_response_id")),
         **{name: getattr(body, name) for name in ECHOED.split()},
-        **{"id": ask.name, "object": "response", "created_at": ask.created},
-        **{"model": ask.worker.name, "instructions": body.instructions, "store": False},
-        **{"max_output_tokens": body.max_output_tokens, "background": False, "top_logprobs": 0},
-        **{"temperature": settings.temperature, "presence_penalty": settings.presence_penalty},
-        **{"top_p": settings.top_p, "frequency_penalty": settings.frequency_penalty},
-        **{"parallel_tool_calls": body.parallel_tool_calls is not False, "truncation": "disabled"},
-        **{"reasoning": {"effort": effort, "summary": None}, "service_tier": "default"},
-        **{
-            "text": {"format": msgspec.to_builtins(form)} | verbosity,
-            "metadata": body.metadata or {},
-        },
-        **{"tool_choice": chosen if isinstance(chosen, str) else asdict(chosen)},
+        "id": ask.name,
+        "object": "response",
+        "created_at": ask.created,
+        "model": ask.worker.name,
+        "store": False,
+        "background": False,
+        "top_logprobs": 0,
+        "temperature": ask.settings.temperature,
+        "top_p": ask.settings.top_p,
+        "presence_penalty": ask.settings.presence_penalty,
+        "frequency_penalty": ask.settings.frequency_penalty,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "truncation": "disabled",
+        "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+        "service_tier": "default",
+        "text": {"format": msgspec.to_builtins(form), **verbosity},
+        "metadata": body.metadata or {},
+        "tool_choice": choice if isinstance(choice, str) else asdict(choice),
         "tools": [{**asdict(tool), "strict": True} for tool in body.tools or []],
     }
+
+
+async def respond(http: HTTPRequest, worker: ModelWorker, body: schemas.Response) -> Data | None:
+    app, stream = worker.app, bool(body.stream)
+    if not isinstance(body.input, str):
+        check_turns(worker, body.input, "input")
+    turns = await app.in_thread(lambda: as_chat(body))
+    ask, (reader,) = await conversation(http, worker, turns)
+    ask.head("response", "resp_")
+    about = about_response(ask, body)
+    output = Output()
 
     def over(finish: str) -> Data:
         """The whole answer."""
@@ -603,4 +627,6 @@ async def respond(app: Models, http: HTTPRequest, body: schemas.Response) -> Non
                     await http.stream()
                 await http.events(events, named=True)
                 events = []
-        await (http.done(b"") if stream else http.json(last))
+        if stream:
+            await http.done(b"")
+    return None if stream else last

@@ -1,10 +1,9 @@
-"""The server itself: an ASGI app of a table of routes, with the page at `/`, and `serve`, which runs it until it is
-told to end. The page's own files are in web/; its style, colours and maps are those of `regard look`."""
+"""The server itself: an ASGI app of the table of endpoints, with the page at `/`, and `serve`, which runs it until it
+is told to end. The page's own files are in web/; its style, colours and maps are those of `regard look`."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import logging
 import os
@@ -12,25 +11,22 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from regard.decode.check import context_of
-from regard.errors import ENVIRONMENT, VERSION, Fault, UsageError, nearest
+from regard.errors import ENVIRONMENT, Fault, UsageError, nearest
 from regard.see import page
-from regard.serve import answers, schemas, tasks
-from regard.serve.edge import LOG, Gone, Held, HTTPError, HTTPRequest, labelled, refused
-from regard.serve.model_worker import Models, ModelWorker, serves
-from regard.serve.prompts import chat_ids, encoded
+from regard.serve.edge import LOG, Bound, Gone, Held, HTTPError, HTTPRequest
+from regard.serve.endpoints import ENDPOINTS, described
+from regard.serve.model_worker import Models
 from regard.serve.sandbox import GRAMMARS, TEXTS
-from regard.text import needed
+from regard.serve.schemas import refused, taken
 from regard.text.chat import TEMPLATES
 
 LOCAL = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?")
@@ -81,9 +77,11 @@ class App(Models):
 
     def __init__(self, folders: Mapping[str, str | Path], **more: Any):
         super().__init__(folders, **more)
-        self.draining, self.files, self.held = False, page_files(), Held()
+        self.files = page_files()
+        self.held = Held()
         # What takes its time is made now, and not in front of a request.
-        described()
+        self.bodies = {path: taken(e.body) for path, e in ENDPOINTS.items() if e.body is not None}
+        self.described = described(self.bodies)
         if not self.local and self.guard.path is None:
             own_names()
         # Workers and processes begin now: later there may be no file left for their pipes.
@@ -128,8 +126,10 @@ class App(Models):
             self.count(http)
 
     async def answer(self, http: HTTPRequest) -> None:
-        path, method, fields = http.scope["path"], http.scope["method"], len(http.scope["headers"])
-        host, origin = http.headers.get("host", ""), http.headers.get("origin")
+        path, method = http.scope["path"], http.scope["method"]
+        fields = len(http.scope["headers"])
+        host = http.headers.get("host", "")
+        origin = http.headers.get("origin")
         if fields > self.limits.headers:
             raise HTTPError(431, f"{fields} header fields; send at most {self.limits.headers}")
         if self.local and not LOCAL.fullmatch(host):
@@ -145,33 +145,45 @@ class App(Models):
             content, kind = self.files[path]
             await http.reply(content, kind, **POLICY)
             return
-        self.guard.admit(http, path)
+        known = "/v1/models" if path.startswith("/v1/models/") else path
+        endpoint = ENDPOINTS.get(known)
+        if endpoint is not None:
+            http.bound = endpoint.bound
+        self.guard.admit(http)
         if self.active > 2 * (self.limits.streams + self.limits.queue):
             raise HTTPError(503, "too many connections", code="overloaded", wait=1)
-        known = "/v1/models" if path.startswith("/v1/models/") else path
-        route = ROUTES.get(known)
-        if route is None:
-            raise HTTPError(404, f"there is no {path!r:.80}; {nearest(path, ROUTES)}")
-        takes = "GET, HEAD" if route.schema is None else "POST"
-        if method not in takes.split(", "):
-            raise HTTPError(
-                405, f"{path} takes {takes}, not {method:.20}", headers={"allow": takes}
-            )
-        if path.startswith("/admin/") and not (http.user and http.user.admin):
+        if endpoint is None:
+            raise HTTPError(404, f"there is no {path!r:.80}; {nearest(path, ENDPOINTS)}")
+        if method not in endpoint.methods:
+            takes = ", ".join(endpoint.methods)
+            why = f"{path} takes {takes}, not {method:.20}"
+            raise HTTPError(405, why, headers={"allow": takes})
+        if endpoint.bound is Bound.ADMIN and not (http.user and http.user.admin):
             raise HTTPError(403, "loading and unloading need a key that is an admin's")
         http.note["path"] = known
-        if route.schema is None:
-            await route.run(self, http)
-        else:
-            body = await http.read(route.schema)
-            if body.model in self.folders:
-                http.note["model"] = body.model
-            await http.unless_gone(route.run(self, http, body))
+        if endpoint.body is None:
+            await self.run(http, endpoint.run(http, self))
+            return
+        body: Any = await http.read(self.bodies[known])
+        name = getattr(body, "model", "")
+        if name in self.folders:
+            http.note["model"] = name
+        kind = endpoint.serves
+        about = self.serving(name, kind.removeprefix("any")) if kind else self
+        await http.unless_gone(self.run(http, endpoint.run(http, about, body)))
+
+    async def run(self, http: HTTPRequest, work: Coroutine[Any, Any, Any]) -> None:
+        """Send what an endpoint returns."""
+        answer = await work
+        if answer is not None:
+            await http.json(answer)
 
     def count(self, http: HTTPRequest) -> None:
         """Metrics and one line of log; neither holds a word of a prompt."""
-        note, seconds = http.note, asyncio.get_running_loop().time() - http.began
-        path, status = note.pop("path", "other"), http.status or 499
+        note = http.note
+        seconds = asyncio.get_running_loop().time() - http.began
+        path = note.pop("path", "other")
+        status = http.status or 499
         model = note.get("model", "")
         self.metrics.add("regard_requests_total", model=model, path=path, status=status)
         self.metrics.time("regard_request_seconds", seconds, model=model)
@@ -192,141 +204,14 @@ class App(Models):
         LOG.info("%s %s %s %d %.0f ms%s", http.id, *what)
 
 
-def model_data(worker: ModelWorker) -> dict[str, Any]:
-    about: dict[str, Any] = {"id": worker.name, "object": "model", "created": worker.created}
-    about |= {"owned_by": "regard", "serves": serves(worker), "context": context_of(worker.model)}
-    if "fill" in about["serves"]:
-        about["mask"] = needed(worker.tokenizer).tokens.get("mask_token")
-    return about
-
-
-async def models(app: App, http: HTTPRequest) -> None:
-    """All models, or the one that the path names."""
-    name = http.scope["path"].removeprefix("/v1/models").removeprefix("/")
-    each = [model_data(worker) for worker in ([app.worker(name)] if name else app.workers.values())]
-    await http.json(each[0] if name else {"object": "list", "data": each})
-
-
-async def health(app: App, http: HTTPRequest) -> None:
-    dead = [worker.name for worker in app.workers.values() if worker.dead is not None]
-    await http.json({"status": "failed" if dead else "ok"}, 503 if dead else 200)
-
-
-async def ready(app: App, http: HTTPRequest) -> None:
-    going = [
-        worker for worker in app.workers.values() if worker.dead is None and not worker.closing
-    ]
-    state = "ready" if all(worker.warm for worker in going) else "warming"
-    state = "draining" if app.draining else state if going else "empty"
-    await http.json({"status": state}, 200 if state == "ready" else 503)
-
-
-async def metrics(app: App, http: HTTPRequest) -> None:
-    gauges: dict[str, float] = {"regard_streams": app.streams, "regard_exchanges": app.active}
-    for name, worker in app.workers.items():
-
-        def gauge(what: str, value: float, name: str = name) -> None:
-            label = "model_name" if what.startswith("vllm:") else "model"
-            gauges[labelled(what, **{label: name})] = value
-
-        gauge("regard_requests_open", len(worker.open))
-        gauge("regard_memory_bytes", worker.nbytes)
-        if worker.engine is not None:
-            waiting, pool = len(worker.engine.waiting), worker.engine.pool
-            gauge("regard_requests_waiting", waiting)
-            gauge("vllm:num_requests_waiting", waiting)
-            gauge("vllm:num_requests_running", max(0, len(worker.handles) - waiting))
-            if pool is not None:
-                gauge("regard_pages", len(pool.users))
-                gauge("regard_pages_free", pool.available)
-                gauge("vllm:kv_cache_usage_perc", 1 - pool.available / len(pool.users))
-    await http.reply(app.metrics.text(gauges).encode(), "text/plain; version=0.0.4; charset=utf-8")
-
-
-async def tokenize(app: App, http: HTTPRequest, body: schemas.Tokenize) -> None:
-    worker = app.worker(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise HTTPError(400, "give prompt or messages, one of them", "prompt")
-
-    most = app.limits.prompt
-    if body.messages is not None:
-        ids = await chat_ids(app, worker, body.messages, (), body.chat_template_kwargs)
-    else:
-        how = {"special": body.add_special_tokens, "literal": body.literal}
-        (ids,) = await encoded(app, worker, [body.prompt or ""], most, "prompt", **how)
-    texts = await app.in_thread(lambda: [answers.shown(worker.token(i)) for i in ids])
-    await http.json({"tokens": ids, "count": len(ids), "texts": texts})
-
-
-async def detokenize(app: App, http: HTTPRequest, body: schemas.Detokenize) -> None:
-    worker, skip = app.worker(body.model), body.skip_special_tokens
-    if len(body.tokens) > app.limits.prompt:
-        raise HTTPError(
-            400, f"{len(body.tokens):,} tokens; send at most {app.limits.prompt:,}", "tokens"
-        )
-    decode = worker.words("tokens").decode
-    text = await app.in_thread(lambda: decode(body.tokens, skip_special=skip), "tokens")
-    await http.json({"prompt": text})
-
-
-@functools.cache
-def described() -> bytes:
-    """What is taken, as OpenAPI has it; made once."""
-    taken = [route.schema for route in ROUTES.values() if route.schema is not None]
-    refs, parts = msgspec.json.schema_components(taken, ref_template="#/components/schemas/{name}")
-    wrong = {"description": "an error", "content": {"application/json": {}}}
-    answered = {"200": {"description": "the answer"}, "4XX": wrong, "503": wrong}
-    paths: dict[str, Any] = {}
-    for path, route in ROUTES.items():
-        about: dict[str, Any] = {"responses": answered, "summary": route.run.__doc__ or ""}
-        if route.schema is not None:
-            content = {"application/json": {"schema": refs[taken.index(route.schema)]}}
-            about["requestBody"] = {"required": True, "content": content}
-        paths[path] = {"get" if route.schema is None else "post": about}
-    head = {"openapi": "3.1.0", "info": {"title": "Regard", "version": VERSION}}
-    return msgspec.json.encode({**head, "paths": paths, "components": {"schemas": parts}})
-
-
-async def openapi(app: App, http: HTTPRequest) -> None:
-    """What this server takes, from the same structs that check it."""
-    await http.reply(described(), "application/json")
-
-
-class Route(NamedTuple):
-    run: Callable[..., Coroutine[Any, Any, None]]
-    schema: Any = None  # of its body, if it takes one
-
-
-ROUTES = {
-    "/health": Route(health),
-    "/ready": Route(ready),
-    "/version": Route(lambda app, http: http.json({"version": VERSION})),
-    "/metrics": Route(metrics),
-    "/openapi.json": Route(openapi),
-    "/v1/models": Route(models),
-    "/v1/limits": Route(lambda app, http: http.json(dataclasses.asdict(app.limits))),
-    "/tokenize": Route(tokenize, schemas.Tokenize),
-    "/detokenize": Route(detokenize, schemas.Detokenize),
-    "/v1/completions": Route(answers.completions, schemas.Completion),
-    "/v1/chat/completions": Route(answers.chat, schemas.Chat),
-    "/v1/responses": Route(answers.responses, schemas.Response),
-    "/v1/embeddings": Route(tasks.embeddings, schemas.Embedding),
-    "/v1/translations": Route(tasks.translations, schemas.Translation),
-    "/v1/classify": Route(tasks.classify, schemas.Classification),
-    "/v1/fill": Route(tasks.fill_masks, schemas.Fill),
-    "/v1/look": Route(tasks.look, schemas.Look),
-    "/admin/load": Route(tasks.admin_load, schemas.Model),
-    "/admin/unload": Route(tasks.admin_unload, schemas.Model),
-}
-
-
 class Protocol(H11Protocol):
     """uvicorn's, with a limit on how long the head of a request may take, the first and those after it, and on how
     long an answer may lie unread."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.unread, self.limits = 0, self.config.app.limits  # type: ignore[union-attr]
+        self.unread = 0
+        self.limits = self.config.app.limits  # type: ignore[union-attr]
         self.waiting = self.loop.call_later(self.limits.read_timeout / 3, self.hurry)
 
     def on_response_complete(self) -> None:

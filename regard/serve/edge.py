@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from enum import Enum
 from hmac import compare_digest
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -28,21 +29,25 @@ from regard.files import write_whole
 LOG = logging.getLogger("regard.serve")
 SMALL = 64 << 10  # bytes of a body that there is always room for, and of what is written at a time
 T = TypeVar("T")
-PUBLIC = {"/health", "/ready"}  # of these no key is asked
 CHECKED = 1.0  # seconds between looks at the file of keys
 # Of the times that are counted, seconds.
 BOUNDS = "0.005 0.01 0.025 0.05 0.1 0.25 0.5 1 2.5 5 10 30 60 120 300 +Inf"
 KINDS = {401: "authentication_error", 403: "permission_error", 408: "timeout_error"}
 KINDS |= {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 NAMED = re.compile(r"unknown field `(.*?)`|required field `(.*?)`", re.DOTALL)
-# How the engine's sentences name a setting, and what clients call those that have another name here.
-SETTINGS = "temperature top_p top_k min_p seed logit_bias presence_penalty frequency_penalty repetition_penalty "
-SETTINGS += "max_tokens min_tokens n beams length_penalty stop"
-SETTING = re.compile(
-    r"^(NAME)(?: is |=)|\bleave (NAME)=".replace("NAME", SETTINGS.replace(" ", "|"))
-)
-CALLED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "samples": "n"}
 AT = re.compile(r" - at `(?:key` in `)?\$\.?(.*?)`$", re.DOTALL)
+
+
+class Bound(Enum):
+    """How the work of an endpoint is bounded. Beside that every body, every answer and every key has limits."""
+
+    PUBLIC = "nothing is computed, no key is asked"
+    AT_ONCE = "nothing is computed"
+    ADMIN = "the key is an admin's"
+    TEXT = "texts by their length, in a thread or the sandbox"
+    QUEUE = "requests, tokens and numbers in the queue of the model; a deadline"
+    PIECES = "the same, in pieces between the engine's steps, in turn with others"
+    LOOKS = "the same, in a fortieth of the time while others wait"
 
 
 @dataclass(frozen=True)
@@ -81,18 +86,11 @@ class HTTPError(Exception):
         super().__init__(message)
         kind = KINDS.get(status, "invalid_request_error")
         error = {"message": message, "type": kind, "param": param, "code": code}
-        self.status, self.body, self.headers = status, {"error": error}, dict[str, str](headers)
-        self.headers |= {"retry-after": str(max(1, round(wait)))} if wait else {}
-
-
-def refused(error: UsageError, param: str | None = None) -> HTTPError:
-    """A mistake that the library found in a request; without its hints about commands. Where nobody knows the field,
-    the sentence may: "top_p is 2; ...", "leave top_k=3 out"."""
-    text = re.sub(r" \(--[^()]*\)", "", str(error))
-    for ours, theirs in CALLED.items():
-        text = re.sub(rf"\b{ours}\b", theirs, text)
-    named = SETTING.search(text) if param is None else None
-    return HTTPError(400, text, named[1] or named[2] if named else param)
+        self.status = status
+        self.body = {"error": error}
+        self.headers = dict[str, str](headers)
+        if wait:
+            self.headers["retry-after"] = str(max(1, round(wait)))
 
 
 def late(limits: Limits) -> HTTPError:
@@ -128,6 +126,7 @@ class HTTPRequest:
     first: float | None = None  # when the first token came
     named: int = 0  # events that had a name
     user: Key | None = None
+    bound: Bound = Bound.AT_ONCE  # of its endpoint
     note: dict[str, Any] = field(default_factory=dict)  # for the log: numbers and names of ours
 
     def __post_init__(self) -> None:
@@ -140,14 +139,17 @@ class HTTPRequest:
 
     async def body(self) -> bytes:
         """The body within the limits; the rest of a larger one is dropped, so that its sender comes to read."""
-        body, size, more = bytearray(), 0, True
+        body = bytearray()
+        size = 0
+        more = True
         try:
             async with asyncio.timeout(self.limits.read_timeout):
                 while more:
                     message = await self.receive()
                     if message["type"] == "http.disconnect":
                         raise Gone
-                    part, more = message.get("body", b""), message.get("more_body", False)
+                    part = message.get("body", b"")
+                    more = message.get("more_body", False)
                     size += len(part)
                     self.hold(min(size, self.limits.body) - SMALL)
                     body += part if size <= self.limits.body else b""
@@ -161,16 +163,19 @@ class HTTPRequest:
     def hold(self, size: int) -> None:
         """Count so many bytes of the body until it is answered; where there is no room for them, refuse it. Alone it
         may be as large as its own limit lets it."""
-        more, others = max(0, size - self.held), self.all_held.bytes - self.held
+        more = max(0, size - self.held)
+        others = self.all_held.bytes - self.held
         if more and others and self.all_held.bytes + more > self.limits.bodies:
             why = f"other requests have {others:,} bytes; come back later"
             # The rest of it is left unread.
             closing = {"connection": "close"}
             raise HTTPError(429, why, code="queue_full", wait=1, headers=closing)
-        self.held, self.all_held.bytes = self.held + more, self.all_held.bytes + more
+        self.held += more
+        self.all_held.bytes += more
 
     def release(self) -> None:
-        self.held, self.all_held.bytes = 0, self.all_held.bytes - self.held
+        self.all_held.bytes -= self.held
+        self.held = 0
 
     async def read(self, schema: type[T]) -> T:
         """The body as a struct; what is wrong is named by its field."""
@@ -181,7 +186,8 @@ class HTTPRequest:
             return msgspec.json.decode(await self.body(), type=schema)
         except msgspec.ValidationError as error:
             text = str(error)
-            at, named = AT.search(text), NAMED.search(text)
+            at = AT.search(text)
+            named = NAMED.search(text)
             last = next((x for x in named.groups() if x), "") if named else ""
             where = ".".join(x for x in (at[1] if at else "", last) if x)
             why = AT.sub("", text) + (f" - at {where}" if where else "")
@@ -197,7 +203,8 @@ class HTTPRequest:
             while (await self.receive())["type"] != "http.disconnect":
                 pass
 
-        task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+        task = asyncio.ensure_future(work)
+        watch = asyncio.ensure_future(gone())
         try:
             await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
@@ -274,7 +281,8 @@ class HTTPRequest:
         for each in data:
             if named:
                 body += b"event: " + each["type"].encode() + b"\n"
-                each["sequence_number"], self.named = self.named, self.named + 1
+                each["sequence_number"] = self.named
+                self.named += 1
             body += b"data: " + msgspec.json.encode(each) + b"\n\n"
         await self.write({"type": "http.response.body", "body": body, "more_body": not last})
 
@@ -321,13 +329,14 @@ class Guard:
     """Keys and rates. Without a file of keys everyone may ask, and nobody may load or unload models."""
 
     def __init__(self, path: Path | None):
-        self.path, self.looked = path, time.monotonic()
+        self.path = path
+        self.looked = time.monotonic()
         self.keys = [] if path is None else read_keys(path)
         self.rates: dict[tuple[str, str, float], tuple[float, float]] = {}  # left, and when
 
-    def admit(self, http: HTTPRequest, path: str) -> None:
+    def admit(self, http: HTTPRequest) -> None:
         """Find the key's entry; refuse a request without one, or beyond its rates."""
-        if self.path is None or path in PUBLIC:
+        if self.path is None or http.bound is Bound.PUBLIC:
             return
         if time.monotonic() - self.looked > CHECKED:
             self.looked = time.monotonic()
@@ -353,7 +362,8 @@ class Guard:
 
     def left(self, key: Key, kind: str, taken: float = 0) -> float:
         """What is left of a rate: so many a minute, and a minute's worth at once."""
-        rate, now = getattr(key, kind), time.monotonic()
+        rate = getattr(key, kind)
+        now = time.monotonic()
         if rate is None:
             return math.inf
         left, at = self.rates.get((key.name, kind, rate), (rate, now))
@@ -380,7 +390,8 @@ class Metrics:
         rows[labelled(f"{name}_count", **labels)] += 1
 
     def text(self, gauges: dict[str, float]) -> str:
-        shown, lines = {**self.families}, list[str]()
+        shown = {**self.families}
+        lines = list[str]()
         for name, value in gauges.items():
             shown.setdefault((name.partition("{")[0], "gauge"), {})[name] = value
         for (name, kind), rows in shown.items():

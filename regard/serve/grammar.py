@@ -20,7 +20,7 @@ from llguidance import LLMatcher
 
 from regard.serve import schemas
 from regard.serve.edge import HTTPError
-from regard.serve.model_worker import Models, ModelWorker
+from regard.serve.model_worker import ModelWorker
 from regard.serve.sandbox import GRAMMARS, TRIAL, About, Vocabulary
 from regard.text import needed
 
@@ -44,7 +44,9 @@ class Roots:
     """Compiled grammars, the last ones that were used, within a number of bytes; one for all models."""
 
     def __init__(self, most: int):
-        self.most, self.used, self.lock = most, 0, threading.Lock()
+        self.most = most
+        self.used = 0
+        self.lock = threading.Lock()
         self.known: OrderedDict[tuple[str, str], tuple[Root, int]] = OrderedDict()
 
     def get(self, key: tuple[str, str]) -> Root | None:
@@ -70,12 +72,15 @@ class Matching:
     followed, is the request's own `fault`, and ends it."""
 
     def __init__(self, root: Root, size: int, param: str):
-        self.root, self.param, self.words = root, param, np.zeros(-(-size // 32), np.int32)
+        self.root = root
+        self.param = param
+        self.words = np.zeros(-(-size // 32), np.int32)
         self.samples: dict[int, tuple[Any, list[int]]] = {}
         self.fault: str | None = None
         # A mask of a large vocabulary takes longer.
         self.each = EACH * max(1.0, size / 50_000)
-        self.tokens, self.seconds = 0, 0.0
+        self.tokens = 0
+        self.seconds = 0.0
 
     def __call__(self, sample: int, ids: list[int]) -> Any:
         if not ids and self.root.first is not None:
@@ -86,7 +91,8 @@ class Matching:
             # It was put back, and is told from its beginning.
             matcher, seen = self.root.matcher.deep_copy(), []
         matcher.consume_tokens(ids[len(seen) :])
-        self.samples[sample], self.tokens = (matcher, ids), self.tokens + len(ids) - len(seen)
+        self.samples[sample] = matcher, ids
+        self.tokens += len(ids) - len(seen)
         self.words.fill(0)
         if not matcher.is_stopped():
             matcher.unsafe_compute_mask_ptr(self.words.ctypes.data, self.words.nbytes)
@@ -114,7 +120,7 @@ def plainly(why: str) -> str:
 
 
 async def masks_for(
-    app: Models, worker: ModelWorker, form: schemas.Format | None, tools: Sequence[schemas.Tool], choice: str | None,
+    worker: ModelWorker, form: schemas.Format | None, tools: Sequence[schemas.Tool], choice: str | None,
     parallel: bool,
 ) -> Callable[[], Matching] | None:  # fmt: skip
     """What makes the masks of a request, if its form is given."""
@@ -123,7 +129,8 @@ async def masks_for(
     if choice in ("auto", "required") and not tools:
         raise HTTPError(400, f"tool_choice is {choice}, but there are no tools", "tool_choice")
     calls = bool(tools) and choice != "none"
-    kind, param = "text" if form is None else form.type, "tools" if calls else "response_format"
+    kind = "text" if form is None else form.type
+    param = "tools" if calls else "response_format"
     if kind == "text" and not calls:
         return None
     if kind != "text" and calls:
@@ -144,9 +151,10 @@ async def masks_for(
         except ValueError as error:
             raise HTTPError(400, f"this schema cannot be read: {error!s:.200}", param) from None
 
-    grammar = await app.in_thread(written_out, param)
-    if len(grammar) > app.limits.schema:
-        most = f"{app.limits.schema:,} bytes are taken"
+    grammar = await worker.app.in_thread(written_out, param)
+    limits = worker.app.limits
+    if len(grammar) > limits.schema:
+        most = f"{limits.schema:,} bytes are taken"
         raise HTTPError(400, f"the schema has {len(grammar):,} bytes, at most {most}", param)
     root = ROOTS.get((about.key, grammar))
     if root is None:
@@ -160,7 +168,8 @@ def compiled(worker: ModelWorker, about: About, grammar: str, param: str) -> Roo
     if (known := ROOTS.get(key)) is not None:
         return known
     answer = GRAMMARS.ask(about, "trial", grammar=grammar)
-    (seconds, memory), why = TRIAL, plainly(answer.get("error", ""))
+    seconds, memory = TRIAL
+    why = plainly(answer.get("error", ""))
     if "late" in answer:
         why = f"it takes more than {seconds:g} s of the processor; make it simpler"
     if "memory" in answer:
@@ -205,7 +214,8 @@ def told_tools(
         return messages, data
     text = TOLD.replace("TOOLS", "\n".join(json.dumps(tool["function"]) for tool in data))
     if messages[0]["role"] == "system":
-        text, messages = f"{messages[0]['content']}\n\n{text}", messages[1:]
+        text = f"{messages[0]['content']}\n\n{text}"
+        messages = messages[1:]
     return [{"role": "system", "content": text}, *messages], data
 
 
@@ -213,7 +223,8 @@ class Reader:
     """An answer's text, piece by piece, as changes of a message: content, or whole calls of tools."""
 
     def __init__(self, tools: bool):
-        self.plain, self.held = not tools, ""
+        self.plain = not tools
+        self.held = ""
         self.calls: list[dict[str, Any]] = []
 
     def push(self, text: str, last: bool) -> list[dict[str, Any]]:

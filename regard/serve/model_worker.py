@@ -42,8 +42,9 @@ from regard.fast.invariant import invariant as steady
 from regard.files import resolve_model
 from regard.layers import LM, MLM, Classify
 from regard.machine import pick_device, trim
-from regard.serve.edge import LOG, Guard, HTTPError, HTTPRequest, Limits, Metrics, late, refused
+from regard.serve.edge import LOG, Bound, Guard, HTTPError, HTTPRequest, Limits, Metrics, late
 from regard.serve.sandbox import About
+from regard.serve.schemas import refused
 from regard.text import Stream, Tokenizer
 
 BACKLOG = 4096  # tokens of an answer that a client may leave unread
@@ -119,7 +120,10 @@ class RequestHandle:
     def __init__(
         self, request: Request, tokenizer: Tokenizer | None, stop: Any, live: bool, wake: Any
     ):
-        self.request, self.tokenizer, self.stop, self.wake = request, tokenizer, stop, wake
+        self.request = request
+        self.tokenizer = tokenizer
+        self.stop = stop
+        self.wake = wake
         self.after = [] if request.source is not None else request.ids
         self.live = (live or bool(stop)) and tokenizer is not None and request.settings.beams == 1
         self.loop = asyncio.get_running_loop()
@@ -192,9 +196,11 @@ class ModelWorker:
     """A model that is served. `submit`, `cancel` and `work` are for the event loop; what begins with _ happens in its
     thread, but for `_deliver`."""
 
-    def __init__(self, name: str, folder: str | Path, models: Models):
-        self.name, self.models, self.created = name, models, int(time.time())
-        o = models.options
+    def __init__(self, name: str, folder: str | Path, app: Models):
+        self.name = name
+        self.app = app
+        self.created = int(time.time())
+        o = app.options
         plain = loaded(folder, pick_device(o.device)[0], o.dtype) if o.invariant else None
         self.opened = Opened(plain or folder, device=o.device, dtype=o.dtype, quantize=o.quantize)
         self.tokenizer = self.opened.tokenizer
@@ -208,12 +214,14 @@ class ModelWorker:
         head, tower = (getattr(self.model.config, name, None) for name in ("head", "tower"))
         causal = isinstance(head, LM) and (tower is None or tower.causal)
         if self.model.reads_source or causal:
-            memory, more = o.cache_memory, dict[str, Any]()
+            more = dict[str, Any]()
+            memory = o.cache_memory
             if memory is None and next(self.model.parameters()).device.type == "cpu":
                 memory = 2.0**30
             if plain is not None:
                 plain = plain.float() if self.opened.precision == "fp32" else plain
-                self.model, more = steady(plain), {"backend": "ordered"}
+                self.model = steady(plain)
+                more = {"backend": "ordered"}
             more |= {"rows": o.rows, "memory": memory, "patience": PATIENCE}
             self.engine = Engine(self.model, **more)
             self.engine.put_off()
@@ -273,11 +281,19 @@ class ModelWorker:
             self.known[index] = self.tokenizer.token_bytes(index)
         return self.known.get(index, b"")
 
+    def shown(self, index: int) -> str:
+        """A token as text; where it is a part of a character, its bytes."""
+        token = self.token(index)
+        try:
+            return token.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{b:02x}" for b in token)
+
     @contextmanager
     def room(self, tokens: int, numbers: int = 0) -> Iterator[None]:
         """Room for a request of so many tokens, and numbers in its answer, given back at its end; or it is told to come
         back."""
-        limits = self.models.limits
+        limits = self.app.limits
         if self.dead is not None or self.closing:
             raise HTTPError(503, f"{self.name} is not being served now", code="unavailable", wait=5)
         full = self.requests >= limits.queue
@@ -287,12 +303,14 @@ class ModelWorker:
         if full:
             why = f"{self.name} has {self.requests} requests of {self.tokens:,} tokens"
             raise HTTPError(429, f"{why}; come back later", code="queue_full", wait=1)
-        self.requests, self.tokens = self.requests + 1, self.tokens + tokens
+        self.requests += 1
+        self.tokens += tokens
         self.numbers += numbers
         try:
             yield
         finally:
-            self.requests, self.tokens = self.requests - 1, self.tokens - tokens
+            self.requests -= 1
+            self.tokens -= tokens
             self.numbers -= numbers
 
     def submit(self, handle: RequestHandle) -> None:
@@ -308,17 +326,30 @@ class ModelWorker:
             self.inbox.put(lambda: self._cancel(handle))
 
     async def work(
-        self, pieces: Generator[None, None, T], tokens: int, numbers: int, param: str = "input",
-        look: bool = False,
+        self, http: HTTPRequest, pieces: Generator[None, None, T], sizes: Sequence[int], numbers: int,
+        param: str = "input", whole: bool = True,
     ) -> T:  # fmt: skip
-        """What a job returns that reads so many tokens and says so many numbers; a mistake in `param` is named."""
-        with self.room(tokens, numbers):
-            job = Job(pieces, self.models.limits)
-            self.inbox.put(lambda: (self.looks if look else self.jobs).append(job))
+        """What a job returns that reads texts of so many tokens and says so many numbers; a mistake in `param` is
+        named. `whole`: each text is read in one piece."""
+        bounds = (Bound.QUEUE, Bound.PIECES, Bound.LOOKS)
+        assert http.bound in bounds, "the table says how it is bounded"
+        if whole:
+            self.check_whole(sizes, param)
+        with self.room(sum(sizes), numbers):
+            job = Job(pieces, self.app.limits)
+            jobs = self.looks if http.bound is Bound.LOOKS else self.jobs
+            self.inbox.put(lambda: jobs.append(job))
             try:
                 return await asyncio.wrap_future(job.result)
             except UsageError as error:
                 raise refused(error, param) from None
+
+    def check_whole(self, sizes: Sequence[int], param: str = "input") -> None:
+        """A text that is read in one piece has so many tokens at most: others wait for it."""
+        longest = max(sizes, default=0)
+        if longest > self.app.limits.whole:
+            most = f"this server reads at most {self.app.limits.whole:,} in one piece"
+            raise HTTPError(400, f"a text has at least {longest:,} tokens; {most}", param)
 
     def close(self) -> None:
         """End the thread after what it does now; those who wait are told."""
@@ -350,11 +381,12 @@ class ModelWorker:
                 self._next()()
                 # Requests that are on their way begin together.
                 end = time.monotonic() + HOLD
-                while self.models.active > len(self.open) and time.monotonic() < end:
+                while self.app.active > len(self.open) and time.monotonic() < end:
                     self.inbox.get(timeout=HOLD / 10)()
             while True:
                 self.inbox.get_nowait()()
-        writes, began = self.engine is not None and not self.engine.idle, time.monotonic()
+        began = time.monotonic()
+        writes = self.engine is not None and not self.engine.idle
         if began >= self.next_trim:
             self.next_trim = began + TIDY
             trim()
@@ -420,7 +452,8 @@ class ModelWorker:
             handle = self.handles.get(event.request)
             if handle is None:
                 continue
-            handle.first, handle.cause = handle.first or now, event.cause
+            handle.first = handle.first or now
+            handle.cause = event.cause
             if event.done is not None:
                 del self.handles[event.request]
                 self.said.append((handle, [], handle.finish(event.done)))
@@ -428,8 +461,9 @@ class ModelWorker:
             elif handle.live:
                 self.said.append((handle, [handle.piece(event)], None))
         if self.said and (due or now - self.told >= HOLD):
-            said, self.said, self.told = self.said, [], now
-            said[0][0].loop.call_soon_threadsafe(self._deliver, said)
+            self.said[0][0].loop.call_soon_threadsafe(self._deliver, self.said)
+            self.said = []
+            self.told = now
 
     def _deliver(self, said: list[Said]) -> None:
         """In the event loop again."""
@@ -461,13 +495,21 @@ class Models:
         options: Options = Options(), limits: Limits = Limits(),  # noqa: B008 - they are frozen
         memory: float | None = None, local: bool = True,
     ):  # fmt: skip
-        self.folders, self.options, self.limits = folders, options, limits
-        self.memory, self.local, self.streams, self.active = memory, local, 0, 0
-        self.guard, self.metrics = Guard(keys), Metrics()
+        self.folders = folders
+        self.options = options
+        self.limits = limits
+        self.memory = memory
+        self.local = local
+        self.streams = self.active = 0
+        self.draining = False
+        self.described = b""  # what it takes, as OpenAPI has it
+        self.guard = Guard(keys)
+        self.metrics = Metrics()
         self.workers: dict[str, ModelWorker] = {}
         self.pool = ThreadPoolExecutor(2, thread_name_prefix="worker")
         self.ran: OrderedDict[str, Ran] = OrderedDict()
-        self.changing, self.changes = asyncio.Lock(), set[asyncio.Future[None]]()
+        self.changing = asyncio.Lock()
+        self.changes = set[asyncio.Future[None]]()
         for name in start or folders:
             self.load(name)
 
@@ -498,7 +540,8 @@ class Models:
 
     async def unload(self, name: str) -> None:
         """Take a model out when what runs on it is done."""
-        worker, end = self.worker(name), time.monotonic() + self.limits.drain
+        worker = self.worker(name)
+        end = time.monotonic() + self.limits.drain
         worker.closing = True
         while worker.requests and time.monotonic() < end:
             await asyncio.sleep(0.05)
@@ -513,16 +556,21 @@ class Models:
             raise HTTPError(404, why, "model", "model_not_found")
         return self.workers[name]
 
-    def writer(self, name: str) -> ModelWorker:
-        """A model that writes."""
+    def serving(self, name: str, kind: str) -> ModelWorker:
+        """A model that serves this; "": whatever it serves."""
         worker = self.worker(name)
-        if "completions" not in (kinds := serves(worker)):
+        kinds = serves(worker)
+        if not kind or kind in kinds:
+            return worker
+        what = f"does not serve {kind}; it serves {', '.join(kinds)}"
+        if kind == "completions":
             what = (
-                "an encoder and writes nothing" if worker.engine is None else "asked with pictures"
+                "is an encoder and writes nothing"
+                if worker.engine is None
+                else "is asked with pictures"
             )
-            why = f"{name} is {what}; here it serves {', '.join(kinds) or 'nothing'}"
-            raise HTTPError(400, why, "model")
-        return worker
+            what += f"; here it serves {', '.join(kinds) or 'nothing'}"
+        raise HTTPError(400, f"{name} {what}", "model")
 
     async def in_thread(self, job: Callable[[], T], param: str | None = None) -> T:
         """Run something that takes time beside the event loop; a mistake in `param` is named."""
@@ -562,7 +610,8 @@ class Models:
 
 def serves(worker: ModelWorker) -> list[str]:
     """What a model can be asked for."""
-    head, kinds = getattr(worker.model.config, "head", None), []
+    head = getattr(worker.model.config, "head", None)
+    kinds = []
     if worker.engine is not None and not (worker.model.reads_source and patches_of(worker.model)):
         chats = ["chat", "responses"] if worker.tokenizer and worker.tokenizer.templates else []
         kinds += ["completions", *chats]

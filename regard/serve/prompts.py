@@ -11,9 +11,9 @@ import msgspec
 from regard.decode.check import context_of, written
 from regard.decode.graphs import source_length
 from regard.serve import schemas
-from regard.serve.edge import HTTPError
+from regard.serve.edge import HTTPError, HTTPRequest
 from regard.serve.grammar import told_tools
-from regard.serve.model_worker import Models, ModelWorker
+from regard.serve.model_worker import ModelWorker
 from regard.serve.sandbox import TEXTS
 from regard.text import encode_chat, needed
 from regard.text.chat import check_variables, texts_of
@@ -24,11 +24,12 @@ TURNS = 256  # messages, in the same way
 CHARACTERS = 16
 
 
-def room(app: Models, worker: ModelWorker) -> int:
+def room(worker: ModelWorker) -> int:
     """Tokens that a prompt has at most: of this server, or the model's context. A source is read in one piece."""
+    limits = worker.app.limits
     if worker.model.reads_source:
-        return min(app.limits.prompt, source_length(worker.model) or app.limits.whole)
-    return min(app.limits.prompt, context_of(worker.model) or app.limits.prompt)
+        return min(limits.prompt, source_length(worker.model) or limits.whole)
+    return min(limits.prompt, context_of(worker.model) or limits.prompt)
 
 
 def too_long(what: str, most: int, param: str) -> HTTPError:
@@ -36,9 +37,10 @@ def too_long(what: str, most: int, param: str) -> HTTPError:
     return HTTPError(400, why, param, "context_length_exceeded")
 
 
-def check_turns(app: Models, worker: ModelWorker, turns: Sequence[Any], param: str) -> None:
+def check_turns(worker: ModelWorker, turns: Sequence[Any], param: str) -> None:
     """A template makes a token of each message and of each call, at least."""
-    if len(turns) > (most := room(app, worker)):
+    most = room(worker)
+    if len(turns) > most:
         raise too_long(f"{len(turns):,} messages and calls", most, param)
 
 
@@ -54,14 +56,16 @@ def check_size(worker: ModelWorker, size: int, most: int, param: str) -> None:
 
 
 async def encoded(
-    app: Models, worker: ModelWorker, texts: Sequence[str], most: int, param: str, **how: bool
+    worker: ModelWorker, texts: Sequence[str], most: int, param: str, **how: bool
 ) -> list[list[int]]:
     """The ids of texts, of which none has more than `most`."""
     tokenizer = worker.words(param)
     for text in texts:
         check_size(worker, len(text), most, param)
     if sum(map(len, texts)) <= LONG:
-        return await app.in_thread(lambda: [tokenizer.encode(text, **how) for text in texts], param)
+        return await worker.app.in_thread(
+            lambda: [tokenizer.encode(text, **how) for text in texts], param
+        )
     return await sandboxed(worker, param, most, "texts", texts=texts, how=how)
 
 
@@ -78,20 +82,26 @@ async def sandboxed(worker: ModelWorker, param: str, most: int, kind: str, **giv
     return answer["ids"]
 
 
-async def prompts_of(app: Models, worker: ModelWorker, given: Any, param: str) -> list[list[int]]:
-    """Ids of a text, of ids, or of a list of either."""
+def several(given: Any, what: str, param: str) -> list[Any]:
+    """Texts and lists of ids; one of either is a list of one."""
     if isinstance(given, str) or all(isinstance(i, int) for i in given):
-        given = [given]
-    if any(isinstance(prompt, int) for prompt in given):
-        raise HTTPError(400, "a prompt is one text or a list of ids; these are mixed", param)
-    if len(given) > app.limits.prompts:
-        raise HTTPError(400, f"{len(given)} prompts; send at most {app.limits.prompts}", param)
-    most = room(app, worker) if worker.model.reads_source else app.limits.prompt
+        return [given]
+    if any(isinstance(i, int) for i in given):
+        raise HTTPError(400, f"{what} is one text or a list of ids; these are mixed", param)
+    return given
+
+
+async def prompts_of(worker: ModelWorker, given: Any, param: str) -> list[list[int]]:
+    """Ids of a text, of ids, or of a list of either."""
+    limits, model = worker.app.limits, worker.model
+    given = several(given, "a prompt", param)
+    if len(given) > limits.prompts:
+        raise HTTPError(400, f"{len(given)} prompts; send at most {limits.prompts}", param)
+    most = room(worker) if model.reads_source else limits.prompt
     texts = [prompt for prompt in given if isinstance(prompt, str)]
     if texts:
-        found = iter(await encoded(app, worker, texts, room(app, worker), param))
+        found = iter(await encoded(worker, texts, room(worker), param))
         given = [next(found) if isinstance(prompt, str) else prompt for prompt in given]
-    model = worker.model
     size = (model.config.source if model.reads_source else written(model)).vocab
     for ids in given:
         if not ids:
@@ -106,11 +116,11 @@ async def prompts_of(app: Models, worker: ModelWorker, given: Any, param: str) -
 
 
 async def chat_ids(
-    app: Models, worker: ModelWorker, messages: Sequence[schemas.Message], tools: Sequence[schemas.Tool] = (),
+    worker: ModelWorker, messages: Sequence[schemas.Message], tools: Sequence[schemas.Tool] = (),
     variables: dict[str, Any] | None = None,
 ) -> list[int]:  # fmt: skip
     """The prompt of a conversation; `variables` are for the template."""
-    tokenizer, most, param = worker.tokenizer, room(app, worker), "messages"
+    tokenizer, app, param = worker.tokenizer, worker.app, "messages"
     if tokenizer is None or not tokenizer.templates:
         why = f"{worker.name} has no chat template; use /v1/completions"
         raise HTTPError(400, why, param, "no_chat_template")
@@ -121,7 +131,7 @@ async def chat_ids(
             texts_of(variables)
 
         await app.in_thread(check, "chat_template_kwargs")
-    check_turns(app, worker, [*messages, *(c for m in messages for c in m.tool_calls or ())], param)
+    check_turns(worker, [*messages, *(c for m in messages for c in m.tool_calls or ())], param)
 
     def told() -> tuple[dict[str, Any], int]:
         each = [plain(message) for message in messages]
@@ -130,9 +140,9 @@ async def chat_ids(
         return made, sum(map(len, texts_of(list(made.values()))))
 
     given, size = await app.in_thread(told, param)
-    check_size(worker, size, most, param)
+    check_size(worker, size, room(worker), param)
     if size > LONG or len(messages) > TURNS:
-        return await sandboxed(worker, param, most, "chat", **given)
+        return await sandboxed(worker, param, room(worker), "chat", **given)
     try:
         return await app.in_thread(lambda: encode_chat(tokenizer, **given), param)
     except OSError:
@@ -153,5 +163,29 @@ def plain(message: schemas.Message) -> dict[str, Any]:
     if calls:
         made["tool_calls"] = msgspec.to_builtins(calls)
     for name in ("name", "tool_call_id"):
-        made |= {} if getattr(message, name) is None else {name: getattr(message, name)}
+        if getattr(message, name) is not None:
+            made[name] = getattr(message, name)
     return made
+
+
+async def tokenize(http: HTTPRequest, worker: ModelWorker, body: schemas.Tokenize) -> Any:
+    if (body.prompt is None) == (body.messages is None):
+        raise HTTPError(400, "give prompt or messages, one of them", "prompt")
+    if body.messages is not None:
+        ids = await chat_ids(worker, body.messages, (), body.chat_template_kwargs)
+    else:
+        how = {"special": body.add_special_tokens, "literal": body.literal}
+        most = worker.app.limits.prompt
+        (ids,) = await encoded(worker, [body.prompt or ""], most, "prompt", **how)
+    texts = await worker.app.in_thread(lambda: [worker.shown(i) for i in ids])
+    return {"tokens": ids, "count": len(ids), "texts": texts}
+
+
+async def detokenize(http: HTTPRequest, worker: ModelWorker, body: schemas.Detokenize) -> Any:
+    most = worker.app.limits.prompt
+    if len(body.tokens) > most:
+        raise HTTPError(400, f"{len(body.tokens):,} tokens; send at most {most:,}", "tokens")
+    decode = worker.words("tokens").decode
+    skip = body.skip_special_tokens
+    text = await worker.app.in_thread(lambda: decode(body.tokens, skip_special=skip), "tokens")
+    return {"prompt": text}

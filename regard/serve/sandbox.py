@@ -55,7 +55,9 @@ class Vocabulary:
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, size: int, ends: list[int]):
-        self.plain, self.size, self.eos_token_id = tokenizer, size, ends[0]
+        self.plain = tokenizer
+        self.size = size
+        self.eos_token_id = ends[0]
         self.tokens = [tokenizer.token_bytes(i) for i in range(size)]
         added = tokenizer.core.get_added_tokens_decoder().items()
         self.special_token_ids = [i for i, token in added if token.special and i < size]
@@ -78,7 +80,9 @@ class Opened:
         known = {name: b64decode(content) for name, content in files.items()}
         tokenizer = Tokenizer.from_files(known, config)
         assert tokenizer is not None
-        self.tokenizer, self.size, self.ends = tokenizer, size, ends
+        self.tokenizer = tokenizer
+        self.size = size
+        self.ends = ends
         self.vocabulary: Vocabulary | None = None
         self.used = 0  # bytes that a trial takes of a grammar that is nothing
 
@@ -96,7 +100,8 @@ class Opened:
     def trial(self, grammar: str) -> dict[str, Any]:
         """Whether a grammar can be compiled and followed: a text is written by it, of tokens that chance chooses."""
         assert self.vocabulary is not None
-        before, draw = memory_used(), random.Random(0)
+        before = memory_used()
+        draw = random.Random(0)
         matcher = self.vocabulary.matcher(grammar)
         words = np.zeros(-(-self.size // 32), np.int32)
         for _ in range(STEPS):
@@ -201,7 +206,9 @@ class About:
     """What a process must know of a model, and by what name it knows that."""
 
     def __init__(self, origin: Any, size: int, ends: list[int]):
-        self.origin, self.size, self.ends = origin, size, ends
+        self.origin = origin
+        self.size = size
+        self.ends = ends
         self.more = {"config": origin.config, "size": size, "ends": ends}
         digest = hashlib.sha256(repr(self.more).encode())
         for name, content in sorted(origin.files.items()):
@@ -221,7 +228,8 @@ class Sandbox:
 
     def __init__(self, limits: tuple[float, int]) -> None:
         code = f"import sys; sys.path[:] = {sys.path!r}\nfrom {__name__} import serve; serve()"
-        self.worker, self.limits = Worker("-P", "-c", code), limits
+        self.worker = Worker("-P", "-c", code)
+        self.limits = limits
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="sandbox")
         self.waiting = 0
 

@@ -1,14 +1,25 @@
 """What a request may say: one struct for each body. A field that is not here is refused by its name, never ignored.
 
-`| None` is for clients that send null for what they leave out. The same structs make /openapi.json."""
+`| None` is for clients that send null for what they leave out. The same structs make /openapi.json. Where tokens are
+drawn, every sampling filter of `regard.decode.filters` is a field too."""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, defstruct
+
+from regard.decode.filters import FILTERS
+from regard.decode.settings import DEFAULTS
+from regard.errors import UsageError
+from regard.serve.edge import HTTPError
 
 MOST_NEW = 1_000_000
+# Values of vLLM's clients that keep all tokens, as the neutral value of a filter does.
+NEUTRAL = {"top_k": -1}
+# What clients call the engine's settings that have another name here.
+CALLED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "samples": "n"}
 Text = Annotated[str, Meta(min_length=1)]
 Count = Annotated[int, Meta(ge=1, le=MOST_NEW)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -41,6 +52,7 @@ class Answer(Model):
     """What every body that asks for a text may say."""
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    # A filter, and the only one that /v1/responses takes.
     top_p: Share | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -58,11 +70,8 @@ class Answer(Model):
 
 
 class Drawing(Answer):
-    """How tokens are chosen; from top_k on the fields are vLLM's, `logit_bias` to `n` OpenAI's."""
+    """How tokens are chosen; the fields are vLLM's, `logit_bias` to `n` OpenAI's. The filters are added by `taken`."""
 
-    # -1 and 0: all.
-    top_k: Annotated[int, Meta(ge=-1, le=10_000_000)] | None = None
-    min_p: Share | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     logit_bias: Biases | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
@@ -316,3 +325,43 @@ class Tokenize(Model):
 class Detokenize(Model):
     tokens: list[Id]
     skip_special_tokens: bool = False
+
+
+def taken(body: type[Struct]) -> type[Struct]:
+    """The struct of a body as the server takes it: with the filters, where tokens are drawn."""
+    if not issubclass(body, Drawing):
+        return body
+    fields: list[tuple[str, Any, Any]] = []
+    for name, row in FILTERS.items():
+        low, high = row.limits
+        bounds = Meta(ge=NEUTRAL.get(name, low), le=high)
+        if name not in body.__struct_fields__:
+            fields.append((name, Annotated[type(row.neutral), bounds] | None, None))
+    about = {"__doc__": body.__doc__}
+    return defstruct(body.__name__, fields, bases=(body,), namespace=about, kw_only=True)
+
+
+def drawn(given: dict[str, Any]) -> dict[str, Any]:
+    """Of a body's fields, those that the engine has, by its names and in its values."""
+    named = {theirs: ours for ours, theirs in CALLED.items() if ours.startswith("min")}
+    found = {named.get(name, name): value for name, value in given.items()}
+    known = DEFAULTS.keys() | FILTERS.keys()
+    return {
+        name: FILTERS[name].neutral if value == NEUTRAL.get(name) else value
+        for name, value in found.items()
+        if name in known
+    }
+
+
+def refused(error: UsageError, param: str | None = None) -> HTTPError:
+    """A mistake that the library found in a request; without its hints about commands. Where nobody knows the field,
+    the sentence may: "top_p is 2; ...", "leave top_k=3 out"."""
+    text = re.sub(r" \(--[^()]*\)", "", str(error))
+    for ours, theirs in CALLED.items():
+        text = re.sub(rf"\b{ours}\b", theirs, text)
+    if param is None:
+        known = {CALLED.get(name, name) for name in (*DEFAULTS, *FILTERS)} | {"stop"}
+        known &= {*taken(Completion).__struct_fields__, *Translation.__struct_fields__}
+        pairs = re.findall(r"^(\w+)(?: is |=)|\bleave (\w+)=", text)
+        param = next((name for pair in pairs for name in pair if name in known), None)
+    return HTTPError(400, text, param)

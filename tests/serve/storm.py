@@ -21,9 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from regard.serve.app import ROUTES
 from regard.serve.edge import Limits
+from regard.serve.endpoints import ENDPOINTS
 from regard.serve.model_worker import Options
+from regard.serve.schemas import taken
 from tests.serve.running import Client, running
 from tests.serve.test_answers import joined, random_body, whole
 
@@ -36,6 +37,7 @@ SEEDS = [
     ("/tokenize", {"model": "demo", "prompt": "Hello", "literal": True}),
     ("/detokenize", {"model": "demo", "tokens": [70, 71]}),
 ]  # fmt: skip
+FIELDS = {path: taken(e.body).__struct_fields__ for path, e in ENDPOINTS.items() if e.body}
 ODD: list[Any] = [
     None,
     True,
@@ -64,7 +66,7 @@ def mutated(rng: random.Random) -> tuple[str, bytes]:
     body = json.loads(json.dumps(body))
     for _ in range(rng.randint(1, 3)):
         # Every field that the path takes, so that the next one is tried the moment it exists.
-        place, key = body, rng.choice([*body, *ROUTES[path].schema.__struct_fields__])
+        place, key = body, rng.choice([*body, *FIELDS[path]])
         while isinstance(place.get(key), (dict, list)) and place[key] and rng.random() < 0.7:
             inner = place[key]
             if isinstance(inner, list):

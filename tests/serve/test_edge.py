@@ -88,7 +88,7 @@ def test_a_failure_is_in_the_log_under_the_id_of_its_answer(
 
         where: dict[str, tuple[Any, str]]
         where = {"step": (engine.model, "next_logits"), "stream": (client.app, "remember")}
-        monkeypatch.setattr(*where.get(kind, (client.app, "writer")), planted)
+        monkeypatch.setattr(*where.get(kind, (client.app, "serving")), planted)
         status, headers, content = client.request(
             "POST", "/v1/completions", {**ASK, "stream": kind == "stream"}
         )

@@ -328,11 +328,14 @@ LISTED: dict[str, tuple[str, dict[str, Any]]] = {
 def test_log_probabilities_are_written_beside_the_event_loop(
     client: Client, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    named, shown = list[str](), answers.shown
+    named, shown = list[str](), ModelWorker.shown
     monkeypatch.setattr(answers, "MANY", 80)
-    monkeypatch.setattr(
-        answers, "shown", lambda t: named.append(threading.current_thread().name) or shown(t)
-    )  # type: ignore[func-returns-value]
+
+    def watched(worker: ModelWorker, token: int) -> str:
+        named.append(threading.current_thread().name)
+        return shown(worker, token)
+
+    monkeypatch.setattr(ModelWorker, "shown", watched)
     path, body = LISTED[name]
     more = {"max_tokens": 90} | ({} if path == "/v1/translations" else {"ignore_eos": True})
     client.post(path, more | body)
