@@ -39,15 +39,16 @@ AT = re.compile(r" - at `(?:key` in `)?\$\.?(.*?)`$", re.DOTALL)
 
 
 class Bound(Enum):
-    """How the work of an endpoint is bounded. Beside that every body, every answer and every key has limits."""
+    """How the work of an endpoint is bounded; every body, answer and key has its limits besides. What runs on a model
+    has room for so many requests, tokens and numbers, and a deadline."""
 
     PUBLIC = "nothing is computed, no key is asked"
     AT_ONCE = "nothing is computed"
-    ADMIN = "the key is an admin's"
-    TEXT = "texts by their length, in a thread or the sandbox"
-    QUEUE = "requests, tokens and numbers in the queue of the model; a deadline"
-    PIECES = "the same, in pieces between the engine's steps, in turn with others"
-    LOOKS = "the same, in a fortieth of the time while others wait"
+    ADMIN = "an admin's key"
+    TEXT = "the length of the text"
+    QUEUE = "the queue of the model's engine"
+    PIECES = "pieces between the engine's steps, in turn with others"
+    LOOKS = "such pieces, in a fortieth of the time while others wait"
 
 
 @dataclass(frozen=True)

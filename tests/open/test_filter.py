@@ -1,4 +1,4 @@
-"""A stranger adds a sampling filter by one record of FILTERS: every runner takes it."""
+"""A stranger adds a sampling filter by one record of FILTERS: every runner takes it, and the server."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import regard
 from regard.decode.filters import FILTERS, Filter
 from regard.decode.settings import Settings
 from regard.errors import UsageError
+from tests.open.stranger import home, promised
 from tests.open.test_runners import PROMPTS, build
 
 
@@ -63,3 +64,42 @@ def test_added_filter_is_a_setting_like_the_others(multiples: str) -> None:
 def test_unknown_filter_is_refused_with_the_nearest() -> None:
     with pytest.raises(UsageError, match="did you mean 'top_p'"):
         Settings(filters=(("topp", 0.5),))
+
+
+def test_added_filter_is_a_field_of_the_server(multiples: str) -> None:
+    """Of all that draws; taken, refused and told by its name, as ours are."""
+    pytest.importorskip("msgspec")
+    pytest.importorskip("uvicorn")
+    from tests.serve.running import running
+
+    body = {"model": "demo", "prompt": "12 + 30", "max_tokens": 12, "ignore_eos": True}
+    path, chat = "/v1/completions", "/v1/chat/completions"
+    talk = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
+    with running({"demo": "demo"}) as client:
+        tokenizer = client.app.workers["demo"].tokenizer
+        assert tokenizer is not None
+        answer = client.post(path, {**body, multiples: 5, "logprobs": 0})
+        tokens = answer["choices"][0]["logprobs"]["tokens"]
+        fifths = {i for i in range(0, 512, 5)}
+        assert {shown.encode() for shown in tokens} <= {tokenizer.token_bytes(i) for i in fifths}
+        assert client.post(chat, {**talk, multiples: 3, "top_k": -1})["choices"]
+        for wrong in (0, 101, "5"):
+            for where, asked in ((path, body), (chat, talk)):
+                error = client.post(where, {**asked, multiples: wrong}, 400)["error"]
+                assert error["param"] == multiples
+        # What a beam search refuses is named too.
+        error = client.post(path, {**body, multiples: 5, "beams": 2}, 400)["error"]
+        assert "beam search does not draw" in error["message"]
+        # /v1/responses has OpenAI's fields.
+        asked = {"model": "demo", "input": "Hi", multiples: 5}
+        assert client.post("/v1/responses", asked, 400)["error"]["param"] == multiples
+        parts = client.get("/openapi.json")["components"]["schemas"]
+        field = {"anyOf": [{"type": "number", "minimum": 1.0, "maximum": 100.0}, {"type": "null"}]}
+        for name in ("Completion", "Chat"):
+            assert parts[name]["properties"][multiples] == {**field, "default": None}
+            assert {*FILTERS} <= parts[name]["properties"].keys()
+
+
+def test_filter_costs_as_many_files_as_the_architecture_says() -> None:
+    assert home(FILTERS) == "regard/decode/filters.py"
+    assert len({home(FILTERS)}) == promised("add a sampling filter")
