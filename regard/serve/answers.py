@@ -27,7 +27,7 @@ from regard.serve import schemas
 from regard.serve.edge import Bound, HTTPError, HTTPRequest, late
 from regard.serve.grammar import Matching, Reader, masks_for
 from regard.serve.model_worker import Entry, ModelWorker, Ran, RequestHandle, arrivals
-from regard.serve.prompts import chat_ids, check_turns, prompts_of
+from regard.serve.prompts import chat_ids, check_turns, parts, prompts_of
 from regard.text.tokenizer import check_stop
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -36,10 +36,8 @@ NEEDS = {"message": ["role", "content"], "function_call": ["call_id", "name", "a
 NEEDS |= {"function_call_output": ["call_id", "output"]}
 # Of a chat's fields, what /v1/responses calls them.
 NAMES = {"messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens"}
-ECHOED = (
-    "user instructions max_output_tokens max_tool_calls prompt_cache_key prompt_cache_retention "
-)
-ECHOED += "safety_identifier"
+ECHOED = "user instructions max_output_tokens max_tool_calls safety_identifier "
+ECHOED += "prompt_cache_key prompt_cache_retention"
 MANY = 4096  # log probabilities that are written in the event loop, or by a thread at a time
 # How models that think before they answer end their thoughts.
 THOUGHT = b"</think>"
@@ -249,20 +247,14 @@ class Ask:
     ) -> list[tuple[int, Any]]:
         """Choices by the number of their answer. Where many tokens are listed, a thread makes them, some answers at a
         time, and they are JSON at once: it takes its time to name the best tokens of each place."""
-        groups = [list[Said]()]
-        listed = 0
-        for each in batch:
-            if listed > MANY:
-                groups.append([])
-                listed = 0
-            groups[-1].append(each)
-            listed += len(each[2]) * self.listed
-        if len(groups) == 1 and listed <= MANY:
+        sizes = [len(entries) * self.listed for _, _, entries, _ in batch]
+        if sum(sizes) <= MANY:
             return [(each[0], choice) for each in batch for choice in choices(*each)]
 
         def coded(group: list[Said]) -> list[tuple[int, Any]]:
             return [(each[0], Raw(json.encode(c))) for each in group for c in choices(*each)]
 
+        groups = parts(batch, sizes, MANY)
         return [c for group in groups for c in await self.app.in_thread(partial(coded, group))]
 
     async def send(

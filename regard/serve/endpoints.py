@@ -1,7 +1,7 @@
-"""The endpoints of the server. One is a row of ENDPOINTS: its function, a line of help, the struct of its body, how its
+"""The endpoints of the server. One is a row of ENDPOINTS: a line of help, its function, the struct of its body, how its
 work is bounded, and what a model must serve for it.
 
-    ENDPOINTS["/v1/count"] = Endpoint(count, "the tokens of a text", Count, Bound.TEXT, serves="look")
+    ENDPOINTS["/v1/count"] = Endpoint("the tokens of a text", count, Count, Bound.TEXT, "any")
 
 From the table come the routes, the refusals (a field that the struct does not have, a body that is too large, a key
 that is missing), /openapi.json, the walk of the tests over every field, and the list in docs/guides/serve.md.
@@ -29,8 +29,8 @@ class Endpoint:
     """Of a path. `body`: of a POST; a GET has none. `serves`: what the model must serve (`serves` in model_worker.py);
     "any": a model, whatever it serves; "": no model."""
 
-    run: Callable[..., Coroutine[Any, Any, Any]]
     help: str
+    run: Callable[..., Coroutine[Any, Any, Any]]
     body: type[msgspec.Struct] | None = None
     bound: Bound = Bound.AT_ONCE
     serves: str = ""
@@ -41,61 +41,37 @@ class Endpoint:
 
 
 ENDPOINTS: dict[str, Endpoint] = {
-    "/v1/chat/completions": Endpoint(
-        answers.chat, "chats, with tools, schemas, log probabilities",
-        schemas.Chat, Bound.QUEUE, "completions",
-    ),
-    "/v1/responses": Endpoint(
-        answers.responses, "the same, as OpenAI's clients ask now",
-        schemas.Response, Bound.QUEUE, "completions",
-    ),
-    "/v1/completions": Endpoint(
-        answers.completions, "texts that go on; `echo` with the prompt's log probabilities",
-        schemas.Completion, Bound.QUEUE, "completions",
-    ),
-    "/v1/translations": Endpoint(
-        tasks.translations, "translations by beam search; `align`: the words that belong together",
-        schemas.Translation, Bound.QUEUE, "completions",
-    ),
-    "/v1/embeddings": Endpoint(
-        tasks.embeddings, "vectors of length 1",
-        schemas.Embedding, Bound.PIECES, "embeddings",
-    ),
-    "/v1/classify": Endpoint(
-        tasks.classify, "classes of texts, or of pictures as `data:image/png;base64,...`",
-        schemas.Classification, Bound.PIECES, "classify",
-    ),
-    "/v1/fill": Endpoint(
-        tasks.fill_masks, "the words behind masks",
-        schemas.Fill, Bound.PIECES, "fill",
-    ),
-    "/v1/look": Endpoint(
-        tasks.look, "exact attention of a request that ran, or of a text",
-        schemas.Look, Bound.LOOKS, "look",
-    ),
-    "/tokenize": Endpoint(
-        prompts.tokenize, "tokens of a text or of messages",
-        schemas.Tokenize, Bound.TEXT, "any",
-    ),
-    "/detokenize": Endpoint(
-        prompts.detokenize, "the text of tokens",
-        schemas.Detokenize, Bound.TEXT, "any",
-    ),
-    "/v1/models": Endpoint(status.models, "the models, and what each serves"),
-    "/v1/limits": Endpoint(status.limits, "all limits of this server"),
-    "/openapi.json": Endpoint(status.openapi, "every field of every body"),
-    "/metrics": Endpoint(status.metrics, "counters for Prometheus, with vLLM's names beside ours"),
-    "/version": Endpoint(status.version, "the version of Regard"),
-    "/health": Endpoint(status.health, "whether it is alive", bound=Bound.PUBLIC),
-    "/ready": Endpoint(status.ready, "whether it is loaded, warm, not draining", bound=Bound.PUBLIC),
-    "/admin/load": Endpoint(
-        tasks.admin_load, "a model that the command line named is loaded",
-        schemas.Model, Bound.ADMIN,
-    ),
-    "/admin/unload": Endpoint(
-        tasks.admin_unload, "a model is taken out when what runs on it is done",
-        schemas.Model, Bound.ADMIN,
-    ),
+    "/v1/chat/completions": Endpoint("chats, with tools, schemas, log probabilities",
+        answers.chat, schemas.Chat, Bound.QUEUE, "completions"),
+    "/v1/responses": Endpoint("the same, as OpenAI's clients ask now",
+        answers.responses, schemas.Response, Bound.QUEUE, "completions"),
+    "/v1/completions": Endpoint("texts that go on; `echo` with the prompt's log probabilities",
+        answers.completions, schemas.Completion, Bound.QUEUE, "completions"),
+    "/v1/translations": Endpoint("translations by beam search; `align`: the words that belong together",
+        tasks.translations, schemas.Translation, Bound.QUEUE, "completions"),
+    "/v1/embeddings": Endpoint("vectors of length 1",
+        tasks.embeddings, schemas.Embedding, Bound.PIECES, "embeddings"),
+    "/v1/classify": Endpoint("classes of texts, or of pictures as `data:image/png;base64,...`",
+        tasks.classify, schemas.Classification, Bound.PIECES, "classify"),
+    "/v1/fill": Endpoint("the words behind masks",
+        tasks.fill_masks, schemas.Fill, Bound.PIECES, "fill"),
+    "/v1/look": Endpoint("exact attention of a request that ran, or of a text",
+        tasks.look, schemas.Look, Bound.LOOKS, "look"),
+    "/tokenize": Endpoint("tokens of a text or of messages",
+        prompts.tokenize, schemas.Tokenize, Bound.TEXT, "any"),
+    "/detokenize": Endpoint("the text of tokens",
+        prompts.detokenize, schemas.Detokenize, Bound.TEXT, "any"),
+    "/v1/models": Endpoint("the models, and what each serves", status.models),
+    "/v1/limits": Endpoint("all limits of this server", status.limits),
+    "/openapi.json": Endpoint("every field of every body", status.openapi),
+    "/metrics": Endpoint("counters for Prometheus, with vLLM's names beside ours", status.metrics),
+    "/version": Endpoint("the version of Regard", status.version),
+    "/health": Endpoint("whether it is alive", status.health, bound=Bound.PUBLIC),
+    "/ready": Endpoint("whether it is loaded, warm, not draining", status.ready, bound=Bound.PUBLIC),
+    "/admin/load": Endpoint("a model that the command line named is loaded",
+        tasks.admin_load, schemas.Model, Bound.ADMIN),
+    "/admin/unload": Endpoint("a model is taken out when what runs on it is done",
+        tasks.admin_unload, schemas.Model, Bound.ADMIN),
 }  # fmt: skip
 
 

@@ -3,8 +3,8 @@ loop and the engine's thread, short texts by a thread, long ones in the sandbox,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,6 +22,7 @@ LONG = 1 << 14  # characters of a request that a thread reads; more are for the 
 TURNS = 256  # messages, in the same way
 # No token is taken to have fewer: a tokenizer may drop some of a text, such as spaces.
 CHARACTERS = 16
+T = TypeVar("T")
 
 
 def room(worker: ModelWorker) -> int:
@@ -80,6 +81,17 @@ async def sandboxed(worker: ModelWorker, param: str, most: int, kind: str, **giv
     if "ids" not in answer:
         raise HTTPError(400, f"{param} takes too long to read; send less", param)
     return answer["ids"]
+
+
+def parts(items: Sequence[T], sizes: Sequence[int], most: int) -> Iterator[Sequence[T]]:
+    """Items as many at a time as have `most` together, with the one that has more."""
+    start = total = 0
+    for i, size in enumerate(sizes, 1):
+        total += size
+        if total >= most or i == len(items):
+            yield items[start:i]
+            start = i
+            total = 0
 
 
 def several(given: Any, what: str, param: str) -> list[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -29,7 +30,7 @@ from regard.serve import schemas
 from regard.serve.answers import Ask, chat_logprobs, entries_of
 from regard.serve.edge import HTTPError, HTTPRequest
 from regard.serve.model_worker import Models, ModelWorker
-from regard.serve.prompts import check_size, least_tokens, prompts_of, room, several
+from regard.serve.prompts import check_size, least_tokens, parts, prompts_of, room, several
 from regard.text import needed
 
 CELLS = 4 << 20  # numbers of maps in one answer
@@ -46,22 +47,18 @@ async def in_turn(
     """What `read` makes of texts (or lists of ids), some at a time, so that those of others come in between; it is told
     how many there were before."""
     found = list[R]()
-    start = size = 0
-    for i, each in enumerate(given):
-        size += len(each)
-        if size >= PIECE or i == len(given) - 1:
-            some = given[start : i + 1]
-            found += await app.in_thread(lambda: read(some, start), "input")  # noqa: B023 - it is awaited
-            start = i + 1
-            size = 0
+    start = 0
+    for some in parts(given, [len(each) for each in given], PIECE):
+        found += await app.in_thread(partial(read, some, start), "input")
+        start += len(some)
     return found
 
 
-def written_out(parts: Iterable[Iterable[Any]]) -> Pieces[list[Raw]]:
+def written_out(work: Iterable[Iterable[Any]]) -> Pieces[list[Raw]]:
     """What is found in each piece of the work, as JSON."""
     found = list[Raw]()
-    for part in parts:
-        found += [Raw(json.encode(each)) for each in part]
+    for piece in work:
+        found += [Raw(json.encode(each)) for each in piece]
         yield
     return found
 
@@ -82,8 +79,9 @@ async def embeddings(http: HTTPRequest, worker: ModelWorker, body: schemas.Embed
     embedder = await app.in_thread(lambda: Embedder(worker.opened, normalize=True), "model")
     rows = await in_turn(app, given, _reader(worker, embedder, given))
     sizes = [len(row) for row in rows]
-    parts: Any = [getattr(worker.model.config, name) for name in worker.model.towers]
-    numbers = len(rows) * (*parts, worker.model.config)[0].dim
+    config = worker.model.config
+    towers: Any = [getattr(config, name) for name in worker.model.towers]
+    numbers = len(rows) * (*towers, config)[0].dim
     vectors = written_out(_vectors(worker, embedder, rows, body))
     found = await worker.work(http, vectors, sizes, numbers)
     app.spent(http, worker, prompt=sum(sizes))

@@ -58,7 +58,7 @@ def measured(model: Any, rows: list[list[int]]) -> Generator[None, None, list[fl
     return found
 
 
-ROW = Endpoint(surprise, "how little a text is expected", Surprise, Bound.PIECES, "completions")
+ROW = Endpoint("how little a text is expected", surprise, Surprise, Bound.PIECES, "completions")
 
 
 @pytest.fixture(scope="module")
