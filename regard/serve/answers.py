@@ -38,6 +38,7 @@ NEEDS |= {"function_call_output": ["call_id", "output"]}
 NAMES = {"messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens"}
 ECHOED = "user instructions max_output_tokens max_tool_calls safety_identifier "
 ECHOED += "prompt_cache_key prompt_cache_retention"
+DRAWN = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 MANY = 4096  # log probabilities that are written in the event loop, or by a thread at a time
 # How models that think before they answer end their thoughts.
 THOUGHT = b"</think>"
@@ -251,7 +252,7 @@ class Ask:
         if sum(sizes) <= MANY:
             return [(each[0], choice) for each in batch for choice in choices(*each)]
 
-        def coded(group: list[Said]) -> list[tuple[int, Any]]:
+        def coded(group: Sequence[Said]) -> list[tuple[int, Any]]:
             return [(each[0], Raw(json.encode(c))) for each in group for c in choices(*each)]
 
         groups = parts(batch, sizes, MANY)
@@ -571,10 +572,7 @@ def about_response(ask: Ask, body: schemas.Response) -> Data:
         "store": False,
         "background": False,
         "top_logprobs": 0,
-        "temperature": ask.settings.temperature,
-        "top_p": ask.settings.top_p,
-        "presence_penalty": ask.settings.presence_penalty,
-        "frequency_penalty": ask.settings.frequency_penalty,
+        **{name: getattr(ask.settings, name) for name in DRAWN},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "truncation": "disabled",
         "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},

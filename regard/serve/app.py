@@ -168,8 +168,7 @@ class App(Models):
         name = getattr(body, "model", "")
         if name in self.folders:
             http.note["model"] = name
-        kind = endpoint.serves
-        about = self.serving(name, kind.removeprefix("any")) if kind else self
+        about = self.serving(name, endpoint.serves) if endpoint.serves else self
         await http.unless_gone(self.run(http, endpoint.run(http, about, body)))
 
     async def run(self, http: HTTPRequest, work: Coroutine[Any, Any, Any]) -> None:

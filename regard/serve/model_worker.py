@@ -244,7 +244,8 @@ class ModelWorker:
         self.open: set[RequestHandle] = set()
         self.requests = self.tokens = self.numbers = 0
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.jobs, self.looks = deque[Job](), deque[Job]()
+        self.jobs = deque[Job]()
+        self.looks = deque[Job]()
         self.next_look = self.next_warm = self.next_trim = 0.0
         self.ended = self.closing = False
         # Whether what the first requests would wait for has been done: graphs of every number of rows.
@@ -557,10 +558,10 @@ class Models:
         return self.workers[name]
 
     def serving(self, name: str, kind: str) -> ModelWorker:
-        """A model that serves this; "": whatever it serves."""
+        """A model that serves this; "any": whatever it serves."""
         worker = self.worker(name)
         kinds = serves(worker)
-        if not kind or kind in kinds:
+        if kind == "any" or kind in kinds:
             return worker
         what = f"does not serve {kind}; it serves {', '.join(kinds)}"
         if kind == "completions":

@@ -361,7 +361,7 @@ def refused(error: UsageError, param: str | None = None) -> HTTPError:
         text = re.sub(rf"\b{ours}\b", theirs, text)
     if param is None:
         known = {CALLED.get(name, name) for name in (*DEFAULTS, *FILTERS)} | {"stop"}
-        known &= {*taken(Completion).__struct_fields__, *Translation.__struct_fields__}
+        known &= {*Completion.__struct_fields__, *Translation.__struct_fields__, *FILTERS}
         pairs = re.findall(r"^(\w+)(?: is |=)|\bleave (\w+)=", text)
         param = next((name for pair in pairs for name in pair if name in known), None)
     return HTTPError(400, text, param)
