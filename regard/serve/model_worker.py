@@ -565,11 +565,8 @@ class Models:
             return worker
         what = f"does not serve {kind}; it serves {', '.join(kinds)}"
         if kind == "completions":
-            what = (
-                "is an encoder and writes nothing"
-                if worker.engine is None
-                else "is asked with pictures"
-            )
+            writes = worker.engine is not None
+            what = "is asked with pictures" if writes else "is an encoder and writes nothing"
             what += f"; here it serves {', '.join(kinds) or 'nothing'}"
         raise HTTPError(400, f"{name} {what}", "model")
 

@@ -217,10 +217,7 @@ class About:
 
     def told(self) -> dict[str, Any]:
         files = self.origin.files.items()
-        return {
-            "files": {name: b64encode(content).decode() for name, content in files},
-            **self.more,
-        }
+        return {"files": {name: b64encode(data).decode() for name, data in files}, **self.more}
 
 
 class Sandbox:
