@@ -11,7 +11,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
@@ -23,7 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from regard.errors import ENVIRONMENT, Fault, UsageError, nearest
 from regard.see import page
 from regard.serve.edge import LOG, Bound, Gone, Held, HTTPError, HTTPRequest
-from regard.serve.endpoints import ENDPOINTS, described
+from regard.serve.endpoints import ENDPOINTS, Endpoint, described
 from regard.serve.model_worker import Models
 from regard.serve.sandbox import GRAMMARS, TEXTS
 from regard.serve.schemas import refused, taken
@@ -162,18 +162,18 @@ class App(Models):
             raise HTTPError(403, "loading and unloading need a key that is an admin's")
         http.note["path"] = known
         if endpoint.body is None:
-            await self.run(http, endpoint.run(http, self))
+            await self.run(http, endpoint, self)
             return
         body: Any = await http.read(self.bodies[known])
         name = getattr(body, "model", "")
         if name in self.folders:
             http.note["model"] = name
         about = self.serving(name, endpoint.serves) if endpoint.serves else self
-        await http.unless_gone(self.run(http, endpoint.run(http, about, body)))
+        await http.unless_gone(self.run(http, endpoint, about, body))
 
-    async def run(self, http: HTTPRequest, work: Coroutine[Any, Any, Any]) -> None:
+    async def run(self, http: HTTPRequest, endpoint: Endpoint, *given: Any) -> None:
         """Send what an endpoint returns."""
-        answer = await work
+        answer = await endpoint.run(http, *given)
         if answer is not None:
             await http.json(answer)
 
