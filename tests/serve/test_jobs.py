@@ -262,6 +262,8 @@ def test_bodies_are_bounded_together_and_given_back(
     assert client.app.held.bytes == 0
     # Alone it may be larger than all together; its text is too long for the model.
     assert client.request("POST", "/v1/embeddings", unfinished + b'"}')[0] == 400
+    # The next test sees none of it.
+    client.idle()
 
 
 def test_answers_are_bounded_together_and_given_back(
