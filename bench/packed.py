@@ -25,7 +25,7 @@ from regard.data.shards import Column
 from regard.mask import Causal, Documents, Span, Visible
 from regard.presets import build
 from regard.train.checkpoint import Checkpoints
-from regard.train.loss import causal
+from regard.train.objectives import causal
 from regard.train.optim import Optim, Schedule
 from regard.train.trainer import Train, Trainer
 

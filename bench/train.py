@@ -30,7 +30,7 @@ import regard
 from regard.checkpoint import from_hf
 from regard.data.feed import Batch
 from regard.train.checkpoint import Checkpoints
-from regard.train.loss import causal
+from regard.train.objectives import causal
 from regard.train.optim import Optim, Schedule
 from regard.train.trainer import Train, Trainer
 

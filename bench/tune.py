@@ -32,7 +32,7 @@ from regard.models.adapt import quantize
 from regard.text import Tokenizer
 from regard.train.checkpoint import Checkpoints
 from regard.train.config import Adapt, adapted
-from regard.train.loss import causal
+from regard.train.objectives import causal
 from regard.train.optim import Optim, Schedule
 from regard.train.trainer import Train, Trainer
 

@@ -43,7 +43,8 @@ TARGETS = sorted(
     path.relative_to(ROOT).as_posix()
     for pattern in (
         "attention/*.py", "mask.py", "position.py", "cache/*.py", "layers.py", "moe.py", "models/*.py",
-        "decode/*.py", "checkpoint/rules.py", "checkpoint/tensors.py", "train/trainer.py", "train/loss.py",
+        "decode/*.py", "checkpoint/rules.py", "checkpoint/tensors.py", "train/trainer.py",
+        "train/losses.py", "train/objectives.py", "train/index_losses.py",
         "data/corrupt.py", "train/optim.py", "train/checkpoint.py",
     )
     for path in (ROOT / "regard").glob(pattern)

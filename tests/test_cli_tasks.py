@@ -22,7 +22,7 @@ from regard.models import Tokens, TransformerConfig
 from regard.position import Rope
 from regard.presets import PRESETS
 from regard.train.config import ELSEWHERE, Config
-from regard.train.loss import seq2seq
+from regard.train.objectives import seq2seq
 from regard.train.tasks import TASKS
 from tests.test_cli_train import CONFIG, TEXT
 

@@ -17,9 +17,9 @@ from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError
 from regard.layers import Answer, Classify, Tag
 from regard.text import Tokenizer, needed
-from regard.train import loss as objective
 from regard.train import measure as module
-from regard.train.loss import Smoothing
+from regard.train import objectives
+from regard.train.losses import Smoothing
 from regard.train.measure import Measured, context_of, measure, spread, translations
 from tests.text import tiny
 
@@ -66,7 +66,7 @@ def test_loss_is_the_mean_over_all_labels_and_perplexity_its_exp() -> None:
         logits = model(batch.ids).detach().flatten(0, 1)
         total += float(F.cross_entropy(logits, batch.labels.flatten(), reduction="sum"))
         count += batch.tokens
-    found = measure(model, "lm", feed, tokenizer, objective.causal, ["perplexity", "loss"])
+    found = measure(model, "lm", feed, tokenizer, objectives.causal, ["perplexity", "loss"])
     assert list(found.values) == ["perplexity", "loss"] and found.signatures == {}
     assert found.values["loss"] == close(total / count, rel=1e-5)
     assert found.values["perplexity"] == close(torch.tensor(total / count).exp().item(), rel=1e-4)
@@ -74,8 +74,8 @@ def test_loss_is_the_mean_over_all_labels_and_perplexity_its_exp() -> None:
 
 def test_perplexity_leaves_label_smoothing_out() -> None:
     model, tokenizer, feed = lm()
-    smooth = partial(objective.causal, smoothing=Smoothing(0.2))
-    plain = measure(model, "lm", feed, tokenizer, objective.causal, ["loss", "perplexity"])
+    smooth = partial(objectives.causal, smoothing=Smoothing(0.2))
+    plain = measure(model, "lm", feed, tokenizer, objectives.causal, ["loss", "perplexity"])
     found = measure(model, "lm", feed, tokenizer, smooth, ["loss", "perplexity"])
     assert found.values["perplexity"] == close(plain.values["perplexity"])
     assert found.values["loss"] != close(plain.values["loss"], rel=1e-6)
@@ -87,12 +87,12 @@ def test_loss_and_perplexity_cost_one_pass() -> None:
 
     def counted(model: Any, batch: Batch) -> Any:
         calls.append(batch)
-        return objective.causal(model, batch)
+        return objectives.causal(model, batch)
 
     measure(model, "lm", feed, tokenizer, counted, ["loss"], samples=0)
     assert len(calls) == 2
-    smooth = partial(objective.causal, smoothing=Smoothing(0.2))
-    for loss in (objective.causal, smooth):
+    smooth = partial(objectives.causal, smoothing=Smoothing(0.2))
+    for loss in (objectives.causal, smooth):
         calls.clear()
         hook = model.tower.register_forward_hook(lambda *_: calls.append("tower"))
         measure(model, "lm", feed, tokenizer, loss, ["loss", "perplexity"], samples=0)
@@ -108,10 +108,10 @@ def trained(measured: bool, kind: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(3)
     if kind == "lm":
         model, tokenizer, feed = lm()
-        task, loss, names = "lm", objective.causal, ["loss"]
+        task, loss, names = "lm", objectives.causal, ["loss"]
     else:
         model, tokenizer, feed = pairs(dropout=0.1)
-        task, loss, names = "seq2seq", objective.seq2seq, ["bleu", "loss"]
+        task, loss, names = "seq2seq", objectives.seq2seq, ["bleu", "loss"]
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for k in range(3):
@@ -143,7 +143,7 @@ def test_modes_are_restored_part_by_part_even_after_an_error() -> None:
     state = torch.get_rng_state()
     with pytest.raises(RuntimeError, match="broken"):
         measure(model, "lm", feed, tokenizer, fails, ["loss"])
-    measure(model, "lm", feed, tokenizer, objective.causal, ["loss"])
+    measure(model, "lm", feed, tokenizer, objectives.causal, ["loss"])
     assert {name: m.training for name, m in model.named_modules()} == before
     assert torch.get_rng_state().equal(state)
 
@@ -161,10 +161,10 @@ def test_compiled_models_are_decoded_uncompiled(monkeypatch: pytest.MonkeyPatch)
         def __exit__(self, *_: object) -> None: ...
 
     monkeypatch.setattr(torch.compiler, "set_stance", Stance)
-    measure(model, "lm", feed, tokenizer, objective.causal, ["loss"], samples=1)
+    measure(model, "lm", feed, tokenizer, objectives.causal, ["loss"], samples=1)
     assert stances == []
     model.tower._compiled_call_impl = model.tower._call_impl  # as module.compile() leaves it
-    measure(model, "lm", feed, tokenizer, objective.causal, ["loss"], samples=1)
+    measure(model, "lm", feed, tokenizer, objectives.causal, ["loss"], samples=1)
     assert stances == ["force_eager"]
 
 
@@ -235,7 +235,7 @@ def both(sources: list[list[int]], targets: list[list[int]]) -> Batch:
 def test_translations_are_compared_with_the_labels_text() -> None:
     model, tokenizer, feed = pairs()
     found = measure(
-        model, "seq2seq", feed, tokenizer, objective.seq2seq, ["exact", "bleu", "chrf"], samples=9
+        model, "seq2seq", feed, tokenizer, objectives.seq2seq, ["exact", "bleu", "chrf"], samples=9
     )
     assert found.values["exact"] == close(4 / 5)
     assert len(found.samples) == 5
@@ -267,7 +267,7 @@ def test_samples_bound_what_is_decoded_for_a_loss_and_are_spread(
         return translations(model, sources, **settings)
 
     monkeypatch.setattr(module, "translations", counted)
-    ask = partial(measure, model, "seq2seq", feed, tokenizer, objective.seq2seq)
+    ask = partial(measure, model, "seq2seq", feed, tokenizer, objectives.seq2seq)
     assert len(ask(["bleu"], samples=1).samples) == 1
     assert len(ask(["loss"], samples=2).samples) == 2
     ask(["loss"], samples=0)
@@ -277,15 +277,15 @@ def test_samples_bound_what_is_decoded_for_a_loss_and_are_spread(
 
 def test_language_model_goes_on_from_held_out_text() -> None:
     model, tokenizer, feed = lm()
-    found = measure(model, "lm", feed, tokenizer, objective.causal, ["loss"], samples=3)
+    found = measure(model, "lm", feed, tokenizer, objectives.causal, ["loss"], samples=3)
     assert len(found.samples) == 3 and all(set(s) == {"source", "text"} for s in found.samples)
     assert "The dog plays in the park".startswith(found.samples[0]["source"])
-    again = measure(model, "lm", feed, tokenizer, objective.causal, ["loss"], samples=3)
+    again = measure(model, "lm", feed, tokenizer, objectives.causal, ["loss"], samples=3)
     assert again.samples == found.samples
     full = regard.build("gpt2", vocab=400, max_len=6, **SMALL)
     full.origin = model.origin
     ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
-    short = measure(full, "lm", Given(Batch(ids, ids)), tokenizer, objective.causal, ["loss"])
+    short = measure(full, "lm", Given(Batch(ids, ids)), tokenizer, objectives.causal, ["loss"])
     assert context_of(full) == 6 and len(short.samples) == 1
 
 
@@ -312,7 +312,7 @@ def test_classes_are_judged_by_the_highest_logit() -> None:
     tokenizer = needed(Tokenizer.from_files(tiny.bert()))
     names = ["accuracy", "f1", "loss"]
     classes = ["low", "middle", "high"]
-    found = measure(model, "classify", feed, tokenizer, objective.classify, names, classes=classes)
+    found = measure(model, "classify", feed, tokenizer, objectives.classify, names, classes=classes)
     assert found.values["accuracy"] == close(2 / 3) and "macro" in found.signatures["f1"]
     want = F.cross_entropy(model(ids, lengths)[:3], labels[:3])
     assert found.values["loss"] == close(want.item(), rel=1e-5)
@@ -328,7 +328,7 @@ def test_loss_and_labels_cost_one_call() -> None:
     feed, calls = Given(Batch(ids, torch.tensor([0, 1]), lengths)), []
     model.register_forward_hook(lambda *_: calls.append(1))
     for names in (["accuracy"], ["loss", "accuracy", "f1"]):
-        measure(model, "classify", feed, None, objective.classify, names)
+        measure(model, "classify", feed, None, objectives.classify, names)
     assert len(calls) == 2
 
 
@@ -341,11 +341,11 @@ def test_tags_are_judged_where_they_count() -> None:
     labels[1, 2] = (said[1, 2] + 1) % 3
     feed = Given(Batch(ids, labels, lengths))
     names = ["accuracy", "f1"]
-    found = measure(model, "tag", feed, None, objective.classify, names, classes=["N", "V", "D"])
+    found = measure(model, "tag", feed, None, objectives.classify, names, classes=["N", "V", "D"])
     assert found.values["accuracy"] == close(4 / 5) and "macro" in found.signatures["f1"]
     assert found.samples[0]["text"].split() == ["NVD"[i] for i in said[0, 1:5].tolist()]
     found = measure(
-        model, "tag", feed, None, objective.classify, names, classes=["O", "B-x", "I-x"]
+        model, "tag", feed, None, objectives.classify, names, classes=["O", "B-x", "I-x"]
     )
     assert "spans" in found.signatures["f1"]
 
@@ -364,7 +364,12 @@ def test_answers_are_the_best_span_that_ends_after_it_begins() -> None:
     labels = said.clone()
     labels[1] = IGNORE  # cut off
     found = measure(
-        model, "answer", Given(Batch(ids, labels, lengths)), None, objective.answer, ["exact", "f1"]
+        model,
+        "answer",
+        Given(Batch(ids, labels, lengths)),
+        None,
+        objectives.answer,
+        ["exact", "f1"],
     )
     assert found.values == {"exact": 1.0, "f1": 1.0} and len(found.samples) == 2
 
@@ -374,7 +379,13 @@ def test_pictures_are_judged_like_texts() -> None:
     x = torch.randn(5, 1, 8, 8)
     said = model(x).argmax(-1)
     found = measure(
-        model, "image", Given(Batch(x, said)), None, objective.classify, ["accuracy"], classes="abc"
+        model,
+        "image",
+        Given(Batch(x, said)),
+        None,
+        objectives.classify,
+        ["accuracy"],
+        classes="abc",
     )
     assert found.values == {"accuracy": 1.0} and found.samples[0]["source"] == "example 1"
 
@@ -385,11 +396,11 @@ def test_pictures_are_judged_like_texts() -> None:
 def test_mistakes_are_told() -> None:
     model, tokenizer, feed = lm()
     with pytest.raises(UsageError, match="bleu does not suit the task lm; choose loss, perplexity"):
-        measure(model, "lm", feed, tokenizer, objective.causal, ["bleu"])
+        measure(model, "lm", feed, tokenizer, objectives.causal, ["bleu"])
     with pytest.raises(UsageError, match="nothing is held out"):
-        measure(model, "lm", Given(), tokenizer, objective.causal, ["loss"])
+        measure(model, "lm", Given(), tokenizer, objectives.causal, ["loss"])
     two, _, feed = pairs()
     with pytest.raises(UsageError, match="no tokenizer"):
-        measure(two, "seq2seq", feed, None, objective.seq2seq, ["bleu"])
-    assert measure(two, "seq2seq", feed, None, objective.seq2seq, ["loss"]).samples == []
+        measure(two, "seq2seq", feed, None, objectives.seq2seq, ["bleu"])
+    assert measure(two, "seq2seq", feed, None, objectives.seq2seq, ["loss"]).samples == []
     assert Measured() == Measured({}, {}, [])

@@ -25,7 +25,7 @@ from regard.models.start import Start, initialize
 from regard.moe import MoE
 from regard.position import Learned, RelativeBias, T5Bias
 from regard.train.checkpoint import Checkpoints
-from regard.train.loss import balanced, causal
+from regard.train.objectives import balanced, causal
 from regard.train.parallel import SingleProcess
 from regard.train.trainer import machine
 from tests.decode.tiny import MODELS, answers, full, model, prompts, request, run

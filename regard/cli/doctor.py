@@ -189,7 +189,7 @@ def one_step(device: torch.device) -> str:
     import torch
 
     from regard.data.feed import Batch
-    from regard.train.loss import causal
+    from regard.train.objectives import causal
     from regard.train.optim import Optim, Optimizer
 
     model = tiny().to(device).train()

@@ -45,7 +45,7 @@ from regard.models.adapt import class_names
 from regard.text import needed
 from regard.train import measure as measuring
 from regard.train.finetune import PAIR
-from regard.train.loss import masked_lm_loss
+from regard.train.losses import masked_lm_loss
 from regard.train.measure import WRITING, Measured, measure, perplexity, suited, translations
 from regard.train.tasks import TASKS
 

@@ -25,7 +25,8 @@ from regard.text import needed
 from regard.train.build import make_model
 from regard.train.config import Config as RunConfig
 from regard.train.config import read as read_config
-from regard.train.loss import causal, causal_mask, densely, watching
+from regard.train.index_losses import densely, watching
+from regard.train.objectives import causal, causal_mask
 
 Figures = dict[str, dict[str, dict[Any, float]]]
 

@@ -60,9 +60,10 @@ from regard.presets import build
 from regard.see.probe import Probe
 from regard.text import Tokenizer
 from regard.text import needed as at_hand
-from regard.train import loss
+from regard.train import losses
 from regard.train.checkpoint import Checkpoints
 from regard.train.measure import text_scores
+from regard.train.objectives import causal
 from regard.train.optim import SHAPES, Optim, Schedule, clip, noam
 from regard.train.trainer import Train, Trainer
 
@@ -71,7 +72,7 @@ HEADS, POSITION = "regard/attention/multihead.py", "regard/position.py"
 NUMBERS = "regard/learn/mechanisms.py"
 # Bytes of a number in half precision.
 HALF = 2
-FILTERS, OBJECTIVE = "regard/decode/filters.py", "regard/train/loss.py"
+FILTERS, LOSSES = "regard/decode/filters.py", "regard/train/losses.py"
 SAMPLING = "regard/decode/sampling.py"
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -920,7 +921,7 @@ def tokenizers(
     yield Table("one text", columns, rows, "bars tokens")
 
 
-@topic(f"{OBJECTIVE}::smooth", "regard/train/loss.py::Smoothing")
+@topic(f"{LOSSES}::smooth", f"{LOSSES}::Smoothing")
 def label_smoothing(x: Numbers, label: int = 2, eps: float = 0.1) -> Tables:
     """Why not ask for the right word with certainty?
 
@@ -931,11 +932,11 @@ def label_smoothing(x: Numbers, label: int = 2, eps: float = 0.1) -> Tables:
         raise UsageError("--x needs three logits or more: one word, another and padding")
     given, target = real(x)[None], torch.tensor([whole("label", label, 0, len(x) - 1)])
     columns, ends = {}, ["loss", ""]
-    ways = [("one-hot", 0.0, "V"), *((f"over {o}", eps, o) for o in loss.SMOOTHINGS)]
+    ways = [("one-hot", 0.0, "V"), *((f"over {o}", eps, o) for o in losses.SMOOTHINGS)]
     for name, share, over in ways:
         padding = (0 if label else len(x) - 1) if over == "V-2" else None
-        columns[f"q {name}"] = loss.smooth(target, len(x), share, over, padding)[0].tolist()
-        total = loss.smoothed_loss(given, target, share, over, padding)[0]
+        columns[f"q {name}"] = losses.smooth(target, len(x), share, over, padding)[0].tolist()
+        total = losses.smoothed_loss(given, target, share, over, padding)[0]
         ends.append(f"{total.item():.4f}")
     rows = [*zip(range(len(x)), x, *columns.values()), ends]
     yield Table(f"eps = {eps:g}, label {label}", ["word", "logit", *columns], rows, "map q")
@@ -986,7 +987,7 @@ def bleu(text: str = "the cat sat on a mat", reference: str = "the cat sat on th
     yield Table("figures", ["name", "value"], figures)
 
 
-@topic(f"{OBJECTIVE}::teacher_forcing", f"{OBJECTIVE}::causal_lm_loss")
+@topic(f"{LOSSES}::teacher_forcing", f"{LOSSES}::causal_lm_loss")
 def objectives(x: Numbers = (1.0, 5.0, 3.0, 4.0, 2.0)) -> Tables:
     """What does a model learn from a text?
 
@@ -996,16 +997,16 @@ def objectives(x: Numbers = (1.0, 5.0, 3.0, 4.0, 2.0)) -> Tables:
     ids = torch.tensor([[whole("x", i, 0, 9999) for i in x]])
     if ids.shape[1] < 2:
         raise UsageError("--x needs two ids or more: one to read and one to say")
-    reads, says = loss.teacher_forcing(ids)
+    reads, says = losses.teacher_forcing(ids)
     places = {"place": range(reads.shape[1]), "reads": reads[0], "must say": says[0]}
     vocab = int(ids.max()) + 1
     logits = torch.zeros(1, ids.shape[1], vocab, dtype=torch.float64)
     hidden = torch.where(torch.arange(ids.shape[1]) % 3 == 1, ids, -100)
     kinds = {
-        "causal": loss.causal_lm_loss(logits, ids),
-        "masked, every third": loss.masked_lm_loss(logits, hidden),
+        "causal": losses.causal_lm_loss(logits, ids),
+        "masked, every third": losses.masked_lm_loss(logits, hidden),
     }
-    losses = [
+    rows = [
         [name, float(total), int(count), float(total) / max(int(count), 1)]
         for name, (total, count) in kinds.items()
     ]
@@ -1014,7 +1015,7 @@ def objectives(x: Numbers = (1.0, 5.0, 3.0, 4.0, 2.0)) -> Tables:
     yield Table.of("teacher forcing", places)
     rules = {"causal (GPT)": Causal(), "masked (BERT)": Full(), "prefix": half}
     yield sight(rules, min(len(x), 20))
-    yield Table(title, ["objective", "sum", "count", "mean"], losses)
+    yield Table(title, ["objective", "sum", "count", "mean"], rows)
 
 
 class Count:
@@ -1061,14 +1062,14 @@ def _trained(folder: Path, steps: int, stop: int) -> tuple[list[float], dict[str
     events: list[dict[str, Any]] = []
     checkpoints = Checkpoints(folder, lambda m, path: m.save(path))
     plan = Train(steps, optim=Optim(lr=1e-2))
-    trainer = Trainer(model, Count(), loss.causal, plan, checkpoints, load, [events.append])
+    trainer = Trainer(model, Count(), causal, plan, checkpoints, load, [events.append])
     trainer.resume()
     with warnings.catch_warnings():
         # The format of a checkpoint that nobody sees.
         warnings.simplefilter("ignore", Notice)
         trainer.run(lambda: trainer.at.step >= stop)
-    losses = [event["loss"] for event in events if event["kind"] == "step"]
-    return losses, {**trainer.model.state_dict(), **trainer.optimizer.state()}
+    values = [event["loss"] for event in events if event["kind"] == "step"]
+    return values, {**trainer.model.state_dict(), **trainer.optimizer.state()}
 
 
 # --- worked numbers, step by step -----------------------------------------------------------------

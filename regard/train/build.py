@@ -37,9 +37,10 @@ from regard.text import CHATML, Tokenizer, needed, special_ids
 from regard.text.chat import strange_marks
 from regard.train.checkpoint import Checkpoints, whole
 from regard.train.config import Config, recipe_of
-from regard.train.loss import REWARDS, Tally, sparse_layers
+from regard.train.index_losses import sparse_layers
 from regard.train.measure import context_of
 from regard.train.measure import measure as measured
+from regard.train.objectives import REWARDS, Tally
 from regard.train.parallel import SingleProcess
 from regard.train.tasks import SENTINELS, TASKS
 from regard.train.trainer import Figures, Measure, Trainer, flat

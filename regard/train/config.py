@@ -28,8 +28,10 @@ from regard.files import nearby
 from regard.layers import LMHead
 from regard.models import Model
 from regard.models.adapt import LoRA, body_linears, chooses, inject, quantize
-from regard.train.loss import DPO, NONE, Prefer, Smoothing, indexers
+from regard.train.index_losses import indexers
+from regard.train.losses import NONE, Smoothing
 from regard.train.measure import suited
+from regard.train.objectives import DPO, Prefer
 from regard.train.tasks import TASKS
 from regard.train.trainer import RENAMED, Train, flat
 

@@ -28,7 +28,7 @@ from regard.fast import train as memory
 from regard.models import Model
 from regard.models.embedding import Tokens, context
 from regard.text import Tokenizer, needed
-from regard.train.loss import REWARDS, Tally, label_logits, padding
+from regard.train.objectives import REWARDS, Tally, label_logits, padding
 from regard.train.tasks import TASKS
 
 LABELLED, WRITING = ("classify", "image", "tag", "answer"), ("seq2seq", "caption")

@@ -44,8 +44,9 @@ from regard.train.build import fresh, make_model, start_of
 from regard.train.checkpoint import SPARE, Checkpoints
 from regard.train.config import Config as RunConfig
 from regard.train.config import check, recipe_of
-from regard.train.loss import CHUNK, table
+from regard.train.losses import CHUNK
 from regard.train.measure import context_of
+from regard.train.objectives import table
 from regard.train.optim import hidden
 from regard.train.parallel import Parallel
 from regard.train.tasks import TASKS
@@ -317,7 +318,7 @@ def optimizer_bytes(model: nn.Module, train: Train) -> int:
 
 
 def head_bytes(model: Any, run: Pass, learned: float = 1.0) -> int:
-    """The vocabulary's head, see regard.train.loss: logits of a chunk, the gradients of what comes in and of the
+    """The vocabulary's head, see regard.train.losses: logits of a chunk, the gradients of what comes in and of the
     weight; a tied weight gets a second one from the embedding."""
     head = getattr(model, "head", None)
     if not isinstance(head, LMHead):

@@ -12,7 +12,7 @@ from regard.data.corrupt import Corruption, DrawPrefix, Infill, MaskTokens, Span
 from regard.data.feed import Batch
 from regard.layers import Answer, Classify, Tag
 from regard.mask import Mask
-from regard.train import loss
+from regard.train import index_losses, objectives
 
 # What T5 calls them.
 SENTINELS = tuple(f"<extra_id_{i}>" for i in range(100))
@@ -33,7 +33,7 @@ class Task(NamedTuple):
     objective: Callable[..., tuple[Tensor, Tensor]]
     models: tuple[str, ...]
     presets: str
-    mask: Callable[[Batch], Mask | None] = loss.own_mask
+    mask: Callable[[Batch], Mask | None] = objectives.own_mask
     metrics: tuple[str, ...] = ("loss", "perplexity")
     other_metrics: tuple[str, ...] = ()
     head: Callable[[int], Any] | None = None
@@ -53,11 +53,15 @@ _PAIR = (("encoder-decoder",), "vaswani-base or t5-small")
 _VIT = (("model of pictures",), "vit-small or deit-small")
 _DSA = (("decoder",), "deepseek-v3.2")
 # Settings that several rows have.
-_LM: dict[str, Any] = {"mask": loss.causal_mask, "recipe": {"task": "lm"}, "packed": True}
-_PREFIX = {**_LM, "mask": loss.prefix_mask, "corruption": lambda marks: DrawPrefix()}
-_MLM: dict[str, Any] = {"mask": loss.document_mask, "corruption": MaskTokens, "packed": True}
+_LM: dict[str, Any] = {"mask": objectives.causal_mask, "recipe": {"task": "lm"}, "packed": True}
+_PREFIX = {**_LM, "mask": objectives.prefix_mask, "corruption": lambda marks: DrawPrefix()}
+_MLM: dict[str, Any] = {"mask": objectives.document_mask, "corruption": MaskTokens, "packed": True}
 _CHATML: dict[str, Any] = {"task": "lm", "more": ("<|im_start|>", "<|im_end|>")}
-_PREFER: dict[str, Any] = {"metrics": ("loss", *loss.REWARDS), "recipe": _CHATML, "smoothed": False}
+_PREFER: dict[str, Any] = {
+    "metrics": ("loss", *objectives.REWARDS),
+    "recipe": _CHATML,
+    "smoothed": False,
+}
 _SPANS = {"task": "seq2seq", "more": SENTINELS}
 _BLEU: dict[str, Any] = {"metrics": ("bleu", "chrf", "loss", "perplexity")}
 _BLEU |= {"other_metrics": ("bleu_lc", "exact"), "recipe": {"task": "seq2seq"}}
@@ -66,22 +70,22 @@ _SAID |= {"other_metrics": ("bleu", "bleu_lc", "chrf", "exact")}
 _SPAN: dict[str, Any] = {"metrics": ("exact", "f1", "loss"), "head": lambda classes: Answer()}
 _INDEX = {**_LM, "metrics": ("loss",), "indexed": True}
 TASKS: dict[str, Task] = {
-    "lm": Task("lm", loss.causal, *_TEXT, **_LM),
+    "lm": Task("lm", objectives.causal, *_TEXT, **_LM),
     # Of conversations, what the assistant says.
-    "chat": Task("chat", loss.causal, *_TEXT, **{**_LM, "recipe": _CHATML}),
+    "chat": Task("chat", objectives.causal, *_TEXT, **{**_LM, "recipe": _CHATML}),
     # Of two answers, that the better one is likelier.
-    "prefer": Task("prefer", loss.prefer, *_GPT, **_PREFER),
-    "prefix": Task("lm", loss.prefix, *_GPT, **_PREFIX),
-    "mlm": Task("mlm", loss.masked, *_BERT, **_MLM),
-    "spans": Task("mlm", loss.seq2seq, *_PAIR, recipe=_SPANS, corruption=Spans),
-    "infill": Task("mlm", loss.seq2seq, *_PAIR, recipe={"task": "infill"}, corruption=Infill),
-    "seq2seq": Task("seq2seq", loss.seq2seq, *_PAIR, **_BLEU),
-    "classify": Task("classify", loss.classify, *_ANY, metrics=_CLASSES, head=Classify),
-    "tag": Task("tag", loss.classify, *_ANY, metrics=_CLASSES, head=Tag),
-    "answer": Task("answer", loss.answer, *_ANY, **_SPAN, smoothed=False),
-    "image": Task("image", loss.classify, *_VIT, metrics=_CLASSES, head=Classify),
-    "caption": Task("caption", loss.seq2seq, ("captioner",), "captioner", **_SAID),
+    "prefer": Task("prefer", objectives.prefer, *_GPT, **_PREFER),
+    "prefix": Task("lm", objectives.prefix, *_GPT, **_PREFIX),
+    "mlm": Task("mlm", objectives.masked, *_BERT, **_MLM),
+    "spans": Task("mlm", objectives.seq2seq, *_PAIR, recipe=_SPANS, corruption=Spans),
+    "infill": Task("mlm", objectives.seq2seq, *_PAIR, recipe={"task": "infill"}, corruption=Infill),
+    "seq2seq": Task("seq2seq", objectives.seq2seq, *_PAIR, **_BLEU),
+    "classify": Task("classify", objectives.classify, *_ANY, metrics=_CLASSES, head=Classify),
+    "tag": Task("tag", objectives.classify, *_ANY, metrics=_CLASSES, head=Tag),
+    "answer": Task("answer", objectives.answer, *_ANY, **_SPAN, smoothed=False),
+    "image": Task("image", objectives.classify, *_VIT, metrics=_CLASSES, head=Classify),
+    "caption": Task("caption", objectives.seq2seq, ("captioner",), "captioner", **_SAID),
     # The two stages of sparse attention's indexer.
-    "dense_index": Task("lm", loss.dense_index, *_DSA, smoothed=False, **_INDEX),
-    "sparse_index": Task("lm", loss.sparse_index, *_DSA, **_INDEX),
+    "dense_index": Task("lm", index_losses.dense_index, *_DSA, smoothed=False, **_INDEX),
+    "sparse_index": Task("lm", index_losses.sparse_index, *_DSA, **_INDEX),
 }

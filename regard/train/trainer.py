@@ -23,8 +23,8 @@ from regard.fast import train as fast
 from regard.kernels.c import native
 from regard.moe import update_bias
 from regard.train.checkpoint import Checkpoints
-from regard.train.loss import Tally, balanced, mixtures
 from regard.train.measure import METRICS, better
+from regard.train.objectives import Tally, balanced, mixtures
 from regard.train.optim import Optim, Optimizer, Schedule, accumulate, average, clip
 from regard.train.parallel import Parallel, SingleProcess
 

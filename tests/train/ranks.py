@@ -27,7 +27,7 @@ from regard.errors import UsageError
 from regard.layers import LM, MLP
 from regard.models import Tokens, TransformerConfig
 from regard.position import Rope
-from regard.train import loss as objective
+from regard.train import objectives
 from regard.train.checkpoint import Checkpoints, clean
 from regard.train.optim import Optim, Schedule
 from regard.train.parallel import Parallel, SingleProcess, team_of
@@ -92,7 +92,7 @@ def full(step: int, *_: Any) -> None:
     raise UsageError(f"step-{step:08d}: no room")
 
 
-LOSSES = {"seq2seq": objective.seq2seq, "bert": objective.masked, "gqa": objective.causal}
+LOSSES = {"seq2seq": objectives.seq2seq, "bert": objectives.masked, "gqa": objectives.causal}
 
 
 def trainer(job: dict[str, Any], team: SingleProcess, events: list[dict[str, Any]]) -> Trainer:

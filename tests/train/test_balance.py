@@ -14,7 +14,7 @@ from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError
 from regard.moe import MixtureOfExperts, MoE
 from regard.train.checkpoint import Checkpoints
-from regard.train.loss import BALANCE, balanced, causal, mixtures
+from regard.train.objectives import BALANCE, balanced, causal, mixtures
 from regard.train.optim import Optim, accumulate, clip
 from regard.train.trainer import Train, Trainer
 from tests.train import toy

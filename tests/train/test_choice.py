@@ -9,7 +9,7 @@ import torch
 import regard
 from regard.errors import UsageError
 from regard.train.checkpoint import Checkpoints
-from regard.train.loss import causal
+from regard.train.objectives import causal
 from regard.train.optim import average
 from regard.train.trainer import AVERAGE, Trainer
 from tests.train.toy import Toy, config, model

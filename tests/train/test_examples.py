@@ -21,7 +21,7 @@ from regard.data.feed import (
 from regard.data.read import DataError
 from regard.data.shards import Column
 from regard.errors import UsageError
-from regard.train.loss import seq2seq
+from regard.train.objectives import seq2seq
 from tests.train.test_feed import joined, same
 
 PAD, START, END = 0, 1, 2

@@ -25,8 +25,9 @@ from regard.models import (
     TransformerConfig,
 )
 from regard.position import Sinusoidal
-from regard.train import loss as module
-from regard.train.loss import Smoothing, head_loss, masked_lm_loss, smoothed_loss, vocabulary_loss
+from regard.train import losses
+from regard.train.losses import Smoothing, head_loss, masked_lm_loss, smoothed_loss
+from regard.train.objectives import vocabulary_loss
 
 V, M, N = 23, 8, 29
 SMOOTHINGS = [None, Smoothing(0.1), Smoothing(0.1, "V"), Smoothing(0.2, "V-2", padding=3)]
@@ -56,7 +57,7 @@ def gradients(loss: Tensor, *inputs: Tensor) -> list[Tensor]:
 
 @pytest.fixture(params=[1, 3 * V, 2**25], ids=["a row", "3 rows", "all"])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setitem(module.CHUNK, "cpu", request.param)
+    monkeypatch.setitem(losses.CHUNK, "cpu", request.param)
     monkeypatch.setattr(gpu_loss, "PART", max(1, request.param // 2))
     return int(request.param)
 
@@ -83,8 +84,8 @@ def test_head_loss_with_rows_of_zeros_for_alignment_is_the_same(
 ) -> None:
     h, w, b, y = case()
     want = head_loss(h, w, y, bias=b, smoothing=SMOOTHINGS[3])[0]
-    monkeypatch.setitem(module.ALIGN, "cpu", 16)
-    monkeypatch.setitem(module.CHUNK, "cpu", 5 * V)
+    monkeypatch.setitem(losses.ALIGN, "cpu", 16)
+    monkeypatch.setitem(losses.CHUNK, "cpu", 5 * V)
     ours = head_loss(h, w, y, bias=b, smoothing=SMOOTHINGS[3])[0]
     torch.testing.assert_close(ours, want)
     for mine, theirs in zip(gradients(ours, h, w, b), gradients(want, h, w, b)):
@@ -153,7 +154,7 @@ def spied(run: Callable[[], Any]) -> Spy:
 
 
 def test_head_loss_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(module.CHUNK, "cpu", 4 * V)
+    monkeypatch.setitem(losses.CHUNK, "cpu", 4 * V)
     h, w, _, y = case()
     spy = spied(lambda: head_loss(h, w, y)[0].backward())
     assert spy.largest <= max(4 * V, w.numel(), h.numel())
@@ -168,7 +169,7 @@ def test_head_loss_makes_as_many_rows_at_a_time_as_there_is_room_for(
     h, w, _, y = case()
     h, y = h[:20], y[:20].clamp(min=0)
     for room in (rows * V, (rows - 1) * V + 1):
-        monkeypatch.setitem(module.CHUNK, "cpu", room)
+        monkeypatch.setitem(losses.CHUNK, "cpu", room)
         with torch.no_grad():
             spy = spied(lambda: head_loss(h, w, y))
         assert spy.products == -(-20 // rows)
@@ -246,7 +247,7 @@ def test_gpu_turn_matches_reference(
 
 @gpu
 def test_gpu_head_loss_is_the_loss_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(module.CHUNK, "cuda", 4 * V)
+    monkeypatch.setitem(losses.CHUNK, "cuda", 4 * V)
     h, w, b, y = case(torch.float32)
     want = head_loss(h, w, y, bias=b, smoothing=SMOOTHINGS[3])
     there = [x.detach().cuda().requires_grad_() for x in (h, w, b)]

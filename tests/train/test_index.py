@@ -12,8 +12,9 @@ from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError
 from regard.mask import Causal, Span, Visible
 from regard.see.probe import Probe
-from regard.train import loss as index
-from regard.train.loss import causal, dense_index, densely, divergence, sparse_index, watching
+from regard.train import index_losses
+from regard.train.index_losses import dense_index, densely, divergence, sparse_index, watching
+from regard.train.objectives import causal
 from tests.laws.mechanisms import MECHANISMS, TIGHT, decoder, ids
 
 SPARSE = [n for n, c in MECHANISMS.items() if isinstance(c, DSA)]
@@ -102,7 +103,7 @@ def test_index_objectives_in_runs_of_queries_are_the_same(
 ) -> None:
     model, data = decoder("dsa_t5"), batch()
     whole = stage(model, data)[0]
-    monkeypatch.setattr(index, "ROWS", 1)
+    monkeypatch.setattr(index_losses, "ROWS", 1)
     torch.testing.assert_close(stage(model, data)[0], whole, **TIGHT)
 
 

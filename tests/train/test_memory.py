@@ -28,10 +28,11 @@ from regard.models import (
 )
 from regard.models.adapt import quantize, with_head
 from regard.position import T5Bias
-from regard.train import loss as objective
+from regard.train import objectives
 from regard.train.checkpoint import Checkpoints
 from regard.train.config import Adapt, adapted
-from regard.train.loss import causal, seq2seq, sparse_index
+from regard.train.index_losses import sparse_index
+from regard.train.objectives import causal, seq2seq
 from regard.train.optim import Optim, Optimizer
 from regard.train.trainer import Trainer
 from tests.laws.mechanisms import DIM, STATES, TOWERS, VOCAB, decoder, ids
@@ -272,7 +273,7 @@ def test_a_half_precision_model_learns_as_its_float32_copy_does(
     def trained(name: str, model: Any) -> Trainer:
         checkpoints = Checkpoints(tmp_path / name, lambda m, path: m.save(path))
         steps = toy.config(steps=4, precision=how, optim=Optim(lr=2e-5))
-        t = Trainer(model, toy.Toy(), objective.causal, steps, checkpoints, regard.load)
+        t = Trainer(model, toy.Toy(), objectives.causal, steps, checkpoints, regard.load)
         start.update({n: p.detach().clone() for n, p in t.model.named_parameters()})
         t.run()
         return t

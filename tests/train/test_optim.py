@@ -21,8 +21,8 @@ from regard.models import Patches, Tokens, Transformer, TransformerConfig
 from regard.moe import MoE
 from regard.position import Learned, Rope
 from regard.presets import PRESETS
-from regard.train import loss
-from regard.train.loss import dense_index, sparse_index
+from regard.train.index_losses import dense_index, sparse_index
+from regard.train.objectives import causal, masked
 from regard.train.optim import (
     OPTIMIZERS,
     Muon,
@@ -106,7 +106,7 @@ def test_adamw_steps_are_those_of_torch_with_two_groups() -> None:
         data = batch()
         for model, step in ((ours, lambda: mine.step(0.5)), (theirs, peer.step)):
             model.zero_grad()
-            loss.causal(model, data)[0].backward()
+            causal(model, data)[0].backward()
             step()
     for name, p in ours.named_parameters():
         torch.testing.assert_close(p, named[name], rtol=1e-10, atol=1e-12)
@@ -180,7 +180,7 @@ def _go_on(model: nn.Module, optimizer: Optimizer, steps: int, first: int) -> No
     for k in range(first, first + steps):
         torch.manual_seed(k)
         optimizer.zero()
-        loss.causal(model, batch())[0].backward()
+        causal(model, batch())[0].backward()
         optimizer.step(1 / (k + 1))
 
 
@@ -205,14 +205,14 @@ def test_optimizer_goes_on_to_the_bit_from_a_state_of_plain_tensors(name: str) -
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer_lowers_the_loss(name: str) -> None:
     model, data = decoder(), batch(16)
-    before = loss.causal(model, data)[0].item()
+    before = causal(model, data)[0].item()
     optimizer = Optimizer(model, Optim(name, lr=0.02))
     for _ in range(30):
         optimizer.zero()
-        accumulate(Inside(model), loss.causal, [data])
+        accumulate(Inside(model), causal, [data])
         clip(optimizer.named.values(), 1.0)
         optimizer.step()
-    assert loss.causal(model, data)[0].item() < 0.7 * before
+    assert causal(model, data)[0].item() < 0.7 * before
 
 
 def test_optimizer_leaves_parameters_without_a_gradient_alone() -> None:
@@ -267,7 +267,7 @@ def step_gradient(objective: Objective, model: nn.Module, parts: list[Batch]) ->
 
 
 @pytest.mark.parametrize("dtype, tight", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("objective", [loss.causal, loss.masked, dense_index, sparse_index])
+@pytest.mark.parametrize("objective", [causal, masked, dense_index, sparse_index])
 def test_accumulated_gradient_does_not_depend_on_the_split(
     objective: Objective, dtype: torch.dtype, tight: float
 ) -> None:
@@ -286,7 +286,7 @@ def test_accumulated_gradient_does_not_depend_on_the_split(
 
 def test_accumulated_gradient_is_that_of_the_mean() -> None:
     model, data = decoder().double(), batch()
-    mine = step_gradient(loss.causal, model, data.split(3))
+    mine = step_gradient(causal, model, data.split(3))
     mean = nn.functional.cross_entropy(model(data.ids).flatten(0, 1), data.labels.flatten())
     model.zero_grad()
     mean.backward()

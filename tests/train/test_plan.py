@@ -19,7 +19,7 @@ from regard.moe import MixtureOfExperts, MoE
 from regard.position import Rope
 from regard.presets import build
 from regard.train import plan as module
-from regard.train.loss import causal
+from regard.train.objectives import causal
 from regard.train.optim import Optim, Optimizer
 from regard.train.plan import (
     OTHER,

@@ -19,7 +19,7 @@ from regard.fast.train import precision
 from regard.kernels.linear import unpacked
 from regard.models.adapt import Int4Linear, low_ranks, merge, quantize
 from regard.train.config import Adapt, adapted
-from regard.train.loss import causal
+from regard.train.objectives import causal
 from tests.wide import crossed, wide
 
 TEXT: dict[str, Any] = dict(dim=64, layers=2, heads=2, ffn_dim=96, vocab=50, max_len=40)

@@ -16,7 +16,7 @@ from regard.errors import Notice, UsageError
 from regard.fast.train import PRECISIONS
 from regard.train.checkpoint import PROGRESS, STATE, Checkpoints, manifest
 from regard.train.config import read
-from regard.train.loss import causal
+from regard.train.objectives import causal
 from regard.train.optim import OPTIMIZERS, Optim, Schedule
 from regard.train.trainer import FREE, RENAMED, Train, Trainer, changed, flat
 from tests.train.test_trainer import finished, same

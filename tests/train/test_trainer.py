@@ -16,7 +16,7 @@ from regard.errors import UsageError
 from regard.kernels.c import native
 from regard.kernels.c import train as native_train
 from regard.train.checkpoint import Checkpoints, clean, fault, locked
-from regard.train.loss import causal
+from regard.train.objectives import causal
 from regard.train.trainer import Diverged, Trainer
 from tests.train.toy import Toy, trainer, weights
 from tests.wide import crossed

@@ -15,7 +15,7 @@ from regard.data.feed import IGNORE, Batch, Objective
 from regard.layers import LM, MLP, Classify
 from regard.models import Tokens, TransformerConfig
 from regard.position import Learned
-from regard.train import loss as objective
+from regard.train import objectives
 from regard.train.checkpoint import Checkpoints
 from regard.train.optim import Optim, Schedule
 from regard.train.trainer import Train, Trainer
@@ -85,32 +85,32 @@ def recurrent() -> Any:
 
 # kind -> how it is made, how its batches are, what it learns
 KINDS: dict[str, tuple[Callable[[], Any], Any, Objective]] = {
-    "toy": (plain, following, objective.causal),
+    "toy": (plain, following, objectives.causal),
     "gpt2": (
         lambda: regard.build("gpt2", **SMALL, max_len=16),
         following,
-        objective.causal,
+        objectives.causal,
     ),
     "wide": (  # heads of a width for which attention and GELU are in C
         lambda: regard.build(
             "gpt2", layers=1, dim=64, heads=2, ffn_dim=96, vocab=VOCAB, dropout=0.0, max_len=16
         ),
         following,
-        objective.causal,
+        objectives.causal,
     ),
     "bert": (
         lambda: regard.build("bert-base", **SMALL, max_len=16),
         hidden,
-        objective.masked,
+        objectives.masked,
     ),
-    "tuned": (tuned, sorts, objective.classify),
-    "vaswani": (lambda: regard.build("vaswani-base", **SMALL), backwards, objective.seq2seq),
+    "tuned": (tuned, sorts, objectives.classify),
+    "vaswani": (lambda: regard.build("vaswani-base", **SMALL), backwards, objectives.seq2seq),
     "gru": (
         lambda: regard.build("gru-lm", vocab=VOCAB, dim=16, layers=2, dropout=0.1),
         following,
-        objective.causal,
+        objectives.causal,
     ),
-    "bahdanau": (recurrent, backwards, objective.seq2seq),
+    "bahdanau": (recurrent, backwards, objectives.seq2seq),
 }
 
 

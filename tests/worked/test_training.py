@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from regard.decode.filters import top_k, top_p
 from regard.decode.sampling import beam_search, greedy
 from regard.mask import Causal, Span, Visible
-from regard.train.loss import (
+from regard.train.losses import (
     IGNORE,
     causal_lm_loss,
     masked_lm_loss,
