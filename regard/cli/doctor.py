@@ -90,7 +90,8 @@ def machine(device: torch.device) -> dict[str, str]:
 
     from regard.kernels.c import native
     from regard.machine import free_disk, free_memory, number, size
-    from regard.train.plan import Pass, probe
+    from regard.train.memory import Pass
+    from regard.train.plan import probe
 
     built = "this torch was built without it" if torch.version.cuda is None else None
     where = f"cpu (no cuda: {built or 'torch finds no driver, or no device'})"

@@ -95,73 +95,94 @@ def folder_needs(path: str, device: torch.device) -> Needs:
 
 
 def run_needs(f: Forecast) -> Needs:
-    """What a run needs: figures for people, figures for programs, and why it cannot be begun."""
+    """What a run needs: figures for people, figures for programs, and why it cannot begin."""
+    from regard.machine import size
+
+    memory = f"{size(f.plan.memory.total)} of memory, {size(f.free)} are free"
+    disk = f"{size(f.plan.disk)}, {size(f.room)} are free"
+    lacks = ""
+    if f.short:
+        what = "change what `less` names" if f.less else "take a smaller model"
+        lacks = f"this run does not fit: it needs about {memory}; {what}"
+    elif f.full:
+        lacks = f"its checkpoints do not fit: they need {disk}; make room"
+    return rows_of(f), figures_of(f), lacks
+
+
+def rows_of(f: Forecast) -> list[Row]:
     from regard.checkpoint.hf import own_format
-    from regard.machine import duration, number, size
+    from regard.machine import number, size
     from regard.models.base import parameters
     from regard.train.build import notices
-    from regard.train.plan import EFFICIENCY, cache_bytes, trainable
+    from regard.train.memory import trainable
+    from regard.train.plan import cache_bytes
 
-    plan, train, model, cache = f.plan, f.config.train, f.model, cache_bytes(f.model)
-    count, learns, memory = parameters(model), trainable(model), asdict(plan.memory)
+    plan, train, model = f.plan, f.config.train, f.model
+    count, learns = parameters(model), trainable(model)
     only = f", {learns:,} are trained" if learns < count else ""
     kind = "AdamW" if train.optim.name == "adamw" else "Muon and AdamW"
     called = {"optimizer": kind, "copies": "bf16 copies"}
-    parts = " + ".join(f"{called.get(name, name)} {size(n)}" for name, n in memory.items() if n)
+    sizes = asdict(plan.memory).items()
+    parts = " + ".join(f"{called.get(name, name)} {size(n)}" for name, n in sizes if n)
     names = f"{train.steps:,} steps x {f.tokens:,} tokens"
     share = train.steps * f.tokens / max(count, 1)
     passes = f"{f.passes:.3g} passes over the data, {share:.3g} tokens per parameter"
+    keep = plan.disk // plan.checkpoint - 2
+    disk = f"{keep} that stay, the best and a new one: {size(plan.disk)} of {size(f.room)} free"
+    own = "" if f.config.adapt.low_rank else own_format(model)
+    return [
+        ("model", f"{number(count)} parameters{only}: {describe(model)}"),
+        ("data", f.facts.describe()),
+        ("run", f"{names} ({passes}), {number(f.flops)}FLOP"),
+        ("memory", f"{parts} = about {size(plan.memory.total)} of {size(f.free)} free"),
+        ("disk", f"{size(plan.checkpoint)} per checkpoint; {disk}"),
+        ("time", time_of(f)),
+        *kv_row(cache_bytes(model), plan.job.step.length),
+        *([("saved", f"in {own}")] if own else []),
+        *(("notice", text) for text in notices(f.config, model)),
+        *(("less", str(change)) for change in f.less),
+        *(("hint", text) for text in filter(None, [hint(f)])),
+    ]
+
+
+def time_of(f: Forecast) -> str:
+    """How long it takes, and how that is known."""
+    from regard.machine import duration, number
+    from regard.train.plan import EFFICIENCY
+
+    train, device = f.config.train, f.device.type
     if f.step is None:
-        speed = f"{number(f.speed)}FLOP/s on {f.device.type}, {train.precision}"
-        part = f"{EFFICIENCY[f.kind]:.0%} of what products were just measured at"
-        how = f"if it runs at {speed} ({part})"
+        part = f"{EFFICIENCY[f'{device} {train.precision}']:.0%} of what products were just measured at"
+        how = f"if it runs at {number(f.speed)}FLOP/s on {device}, {train.precision} ({part})"
     else:
         each = f"{f.step:.2g} s" if f.step >= 0.1 else f"{1000 * f.step:.2g} ms"
         how = f"{train.steps:,} steps of {each}, as just measured"
     if f.held:
         many = f"{f.evaluations:,} evaluations" if f.evaluations > 1 else "an evaluation"
         how += f", and {many}"
-    keep, total = plan.disk // plan.checkpoint - 2, plan.memory.total
-    disk = f"{keep} that stay, the best and a new one: {size(plan.disk)} of {size(f.room)} free"
-    own = "" if f.config.adapt.low_rank else own_format(model)
-    table = [
-        ("model", f"{number(count)} parameters{only}: {describe(model)}"),
-        ("data", f.facts.describe()),
-        ("run", f"{names} ({passes}), {number(f.flops)}FLOP"),
-        ("memory", f"{parts} = about {size(total)} of {size(f.free)} free"),
-        ("disk", f"{size(plan.checkpoint)} per checkpoint; {disk}"),
-        ("time", f"about {duration(f.seconds)}: {how}; {ASIDE}"),
-        *kv_row(cache, plan.job.step.length),
-        *([("saved", f"in {own}")] if own else []),
-        *(("notice", text) for text in notices(f.config, model)),
-        *(("less", str(change)) for change in f.less),
-        *(("hint", text) for text in filter(None, [hint(f)])),
-    ]
-    facts = {
-        "parameters": count,
-        "trained": learns,
+    return f"about {duration(f.seconds)}: {how}; {ASIDE}"
+
+
+def figures_of(f: Forecast) -> dict[str, Any]:
+    from regard.models.base import parameters
+    from regard.train.memory import trainable
+    from regard.train.plan import cache_bytes
+
+    plan, memory = f.plan, f.plan.memory
+    names = ("tokens", "passes", "flops", "seconds", "speed", "in_fp32")
+    return {
+        "parameters": parameters(f.model),
+        "trained": trainable(f.model),
         "data": asdict(f.facts),
-        "steps": train.steps,
-        **{
-            name: getattr(f, name)
-            for name in ("tokens", "passes", "flops", "seconds", "speed", "in_fp32")
-        },
-        "memory": {**memory, "total": total, "free": f.free},
+        "steps": f.config.train.steps,
+        **{name: getattr(f, name) for name in names},
+        "memory": {**asdict(memory), "total": memory.total, "free": f.free},
         "disk": {"checkpoint": plan.checkpoint, "total": plan.disk, "free": f.room},
         "measured": f.step,
-        "kv": cache,
+        "kv": cache_bytes(f.model),
         "fits": not (f.short or f.full),
         "changes": [asdict(change) for change in f.less],
     }
-    lacks = ""
-    if f.short:
-        what = "change what `less` names" if f.less else "take a smaller model"
-        need = f"about {size(total)} of memory, {size(f.free)} are free"
-        lacks = f"this run does not fit: it needs {need}; {what}"
-    elif f.full:
-        need = f"{size(plan.disk)}, {size(f.room)} are free"
-        lacks = f"its checkpoints do not fit: they need {need}; make room"
-    return table, facts, lacks
 
 
 def hint(f: Forecast) -> str:

@@ -39,7 +39,8 @@ from regard.see.format import number, short, span
 from regard.train.build import fresh, read_data
 from regard.train.config import configure, toml
 from regard.train.log import parse
-from regard.train.plan import EFFICIENCY, Job, Pass, probe, step_flops, width
+from regard.train.memory import Job, Pass
+from regard.train.plan import reached, step_flops
 from regard.train.run import begun, train
 from regard.train.trainer import Callback
 
@@ -247,10 +248,9 @@ def needed(spec: Tables, device: torch.device) -> float:
         config = configure(merged(stages(spec, variant)[0], {"data": {"train": "text"}}))
         model = fresh(config, 0, "meta")
         step = Pass(config.data.rows or 1, config.data.length or 1, device=device.type)
-        flops += step_flops(Job(model, step, config.train)) * config.train.steps
-    precision = config.train.precision
-    speed = probe(device, precision == "bf16", step, width(model))
-    return flops / speed / EFFICIENCY[f"{device.type} {precision}"]
+        job = Job(model, step, config.train)
+        flops += step_flops(job) * config.train.steps
+    return flops / reached(job, config.train.precision, device)
 
 
 # --- the text -------------------------------------------------------------------------------------

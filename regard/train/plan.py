@@ -1,31 +1,20 @@
-"""What a run needs, before it is begun: memory, disk, work, time; whether that is there; and what would make it less.
-
-What a backward pass needs for a moment is not counted, but all gradients are taken to be there together with all
-activations, which is so from the second micro-batch of a step on."""
+"""What a run needs, before it begins: memory, disk, work, time; whether that is there; what would make it less."""
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from regard.attention import DSA, sparse
-from regard.block import Block
+from regard.attention import DSA
 from regard.data.config import PAIRS, PICTURED, ROWED, feed_of
 from regard.data.corrupt import Marks
 from regard.data.feed import IGNORE, Feed
@@ -36,87 +25,25 @@ from regard.fast.train import masters
 from regard.kernels.linear import is_fast
 from regard.layers import LMHead
 from regard.machine import free_disk, free_memory, size
-from regard.models import EncoderDecoderConfig, Patches, TransformerConfig
 from regard.models.base import pair_flops, weight_flops
-from regard.models.embedding import context
-from regard.moe import MixtureOfExperts
 from regard.train.build import fresh, make_model, start_of
 from regard.train.checkpoint import SPARE, Checkpoints
 from regard.train.config import Config as RunConfig
 from regard.train.config import check, recipe_of
-from regard.train.losses import CHUNK
 from regard.train.measure import context_of
-from regard.train.objectives import table
-from regard.train.optim import hidden
+from regard.train.memory import Job, Pass, memory, optimizer_bytes, trainable
 from regard.train.parallel import Parallel
 from regard.train.tasks import TASKS
-from regard.train.trainer import SKIPS, Train, Trainer
+from regard.train.trainer import SKIPS, Trainer
 
 # How much of the speed of plain products training reaches.
 EFFICIENCY = {"cpu fp32": 0.6, "cpu bf16": 0.3, "cuda fp32": 0.6, "cuda bf16": 0.4}
 # Seconds for measuring that speed; for measuring steps; that a step may take to be measured.
 PROBED, MEASURED, LONG = 0.5, 2.0, 10.0
-# Bytes of libraries, and what the allocator keeps.
-OTHER = 300 << 20
 # A change after which more than this share is needed is not worth a line.
 LESS = 0.97
 # Rows of an imagined batch that tell how long the rows of any are.
 FEW = 8
-# Tokens of a row up to which recurrent models are run as they are.
-SHORT = 128
-# The number of no block.
-AROUND = -1
-aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One forward pass: `rows` of `length` tokens each, and of `source` tokens where an encoder reads them. `masked`:
-    attention gets its mask as a tensor (packed documents, padding); of two towers, that to the source."""
-
-    rows: int
-    length: int
-    source: int = 0
-    masked: bool = False
-    bf16: bool = False
-    device: str = "cpu"
-
-
-@dataclass(frozen=True, eq=False)
-class Job:
-    """A model (it may be empty, on the meta device), one step of its training, and how it is trained. `learned`: the
-    share of tokens that have a label; `sized`: the setting that says how large a batch is; `small`: checkpoints hold
-    only what is trained."""
-
-    model: Any
-    step: Pass
-    train: Train
-    learned: float = 1.0
-    sized: str = "data.rows"
-    small: bool = False
-
-    @property
-    def part(self) -> Pass:
-        """What is computed at once."""
-        rows = -(-self.step.rows // self.train.micro_batches)
-        return replace(self.step, rows=rows, bf16=self.train.precision == "bf16")
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes, by what they are for."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    logits: int = 0  # of a head over a vocabulary: a chunk of them, and the gradient of its weight
-    copies: int = 0  # of weights, in bf16
-    other: int = OTHER
-
-    @property
-    def total(self) -> int:
-        return sum(asdict(self).values())
 
 
 class Plan:
@@ -124,213 +51,13 @@ class Plan:
     written; `flops` are those of a step."""
 
     def __init__(self, job: Job, keep: int = 2):
-        self.job, self.memory, self.flops = job, memory(job), step_flops(job)
+        self.job = job
+        self.memory = memory(job)
+        self.flops = step_flops(job)
         held = sum(p.nbytes for p in job.model.parameters())
         held = 4 * trainable(job.model) if job.small else held
         self.checkpoint = held + optimizer_bytes(job.model, job.train) + SPARE
         self.disk = (keep + 2) * self.checkpoint
-
-
-# --- activations: what a forward pass keeps for the backward pass --------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Activations:
-    """Bytes kept: of each block, of its input alone, and around the blocks."""
-
-    blocks: tuple[int, ...]
-    inputs: tuple[int, ...]
-    around: int
-
-    def total(self, checkpointing: bool | tuple[int, ...] = False) -> int:
-        """With activation checkpointing blocks keep their input, and one at a time all the rest."""
-        kept, most = 0, 0
-        for i, (x, whole) in enumerate(zip(self.inputs, self.blocks)):
-            again = i in checkpointing if isinstance(checkpointing, tuple) else checkpointing
-            kept, most = (kept + x, max(most, whole)) if again else (kept + whole, most)
-        return self.around + kept + most
-
-
-def activations(config: Any, run: Pass) -> Activations:
-    """Of a model's `hidden`, the head is not in it: measured on one and on two rows, as long as they are."""
-    one, two = (_measured(config, replace(run, rows=rows)) for rows in (1, 2))
-
-    def scaled(a: int, b: int) -> int:
-        return a + (run.rows - 1) * (b - a)
-
-    blocks = tuple(map(scaled, one.blocks, two.blocks))
-    inputs = tuple(map(scaled, one.inputs, two.inputs))
-    return Activations(blocks, inputs, scaled(one.around, two.around))
-
-
-@functools.cache
-def _measured(config: Any, run: Pass) -> Activations:
-    towers = isinstance(config, TransformerConfig | EncoderDecoderConfig)
-    with torch.random.fork_rng(devices=[]):
-        return (_of_towers if towers else _of_states)(config, run)
-
-
-def _of_towers(config: Any, run: Pass) -> Activations:
-    """As the second of two blocks of each kind tells: what the first saves beyond it, such as an encoder's memory, all
-    blocks share."""
-    short, kinds, layers = dict[str, Any](), list[Any](), list[Any]()
-    for name in [n for n in ("tower", "encoder", "decoder") if hasattr(config, n)]:
-        tower = getattr(config, name)
-        every = [(name, *kind) for kind in zip(tower.each("attention"), tower.each("ffn"))]
-        pairs = [kind for kind in dict.fromkeys(every) for _ in range(2)]
-        _, attention, ffn = zip(*pairs)
-        few = {"layers": len(pairs), "attention": attention, "ffn": ffn, "blocks": None}
-        short[name] = replace(tower, **few, layer_drop=0.0)
-        kinds, layers = kinds + pairs, layers + every
-    kept = _kept(replace(config, **short), run, fake=True)
-    blocks, inputs = (dict(zip(kinds, sizes)) for sizes in (kept.blocks, kept.inputs))
-    each, read = (tuple(sizes[kind] for kind in layers) for sizes in (blocks, inputs))
-    return Activations(each, read, kept.total() - 2 * sum(blocks.values()))
-
-
-def _of_states(config: Any, run: Pass) -> Activations:
-    """Of a recurrent model, whose fused layers keep what they like: real tensors, without padding. Long rows are told
-    by shorter ones: what is kept grows with the length and, by attention, with its square."""
-    small = replace(config, **{n: 2 for n in ("vocab", "source_vocab") if hasattr(config, n)})
-    x = max(run.length, run.source, SHORT) / SHORT
-
-    def kept(part: float) -> int:
-        length, source = (math.ceil(n / part) for n in (run.length, run.source))
-        return _kept(small, Pass(run.rows, length, source), fake=False).around
-
-    whole = kept(x)
-    # a x + b x^2 through SHORT tokens and half as many.
-    b = max(2 * (whole - 2 * kept(2 * x)), 0) if x > 1 else 0
-    return Activations((), (), round((whole - b) * x + b * x * x))
-
-
-def _kept(config: Any, run: Pass, fake: bool) -> Activations:
-    """What autograd saves of `hidden`: each storage once, where it is saved first, without parameters and their copies
-    in bf16. Fake tensors take no memory."""
-    device = run.device if fake and torch.cuda.is_available() else "cpu"
-    fakes, inputs, inside = Fakes(), list[int](), [AROUND]
-    saved: dict[int, tuple[Tensor, int]] = {}
-
-    def save(x: Tensor) -> Tensor:
-        saved.setdefault(_storage(x), (x, inside[-1]))
-        return x
-
-    def enter(block: nn.Module, args: Any) -> None:
-        inside.append(len(inputs))
-        inputs.append(args[0].nbytes)
-
-    with ExitStack() as stack:
-        if fake:
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            # Sparse attention need not go through its queries in parts: fake ones fit any cache.
-            stack.enter_context(mock.patch.dict(sparse.WORK, dict.fromkeys(sparse.WORK, 1 << 62)))
-            stack.enter_context(fakes)
-        stack.enter_context(torch.device(device))
-        model = config.make().train()
-        for block in (m for m in model.modules() if isinstance(m, Block)):
-            block.register_forward_pre_hook(enter)
-            block.register_forward_hook(lambda *_: inside.append(AROUND))
-        fakes.weights |= {_storage(p): p for p in model.parameters()}
-        ids, more = _inputs(model, run)
-        stack.enter_context(torch.autocast(device, torch.bfloat16, enabled=run.bf16))
-        stack.enter_context(saved_tensors_hooks(save, lambda x: x))
-        model.hidden(ids, **more)
-    sizes = [0] * (len(inputs) + 1)
-    for place, (x, i) in saved.items():
-        sizes[i] += 0 if place in fakes.weights else x.untyped_storage().nbytes()
-    return Activations(tuple(sizes[:AROUND]), tuple(inputs), sizes[AROUND])
-
-
-class Fakes(TorchDispatchMode):
-    """Lets a model run on tensors that have a size and no numbers: what it asks of numbers is answered with 0 or no;
-    all choices of a mixture fall on one expert, which takes as much as if they fell on several. `weights` are the
-    storages of parameters and, once they are made, of their copies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights: dict[int, Tensor] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        x: Any = args[0] if args else None
-        if func is aten._local_scalar_dense.default:
-            return 0.0 if x.dtype.is_floating_point else False if x.dtype == torch.bool else 0
-        if func is aten._unique2.default:
-            return x.new_empty(1), x.new_empty(0), x.new_empty(0)
-        if func is aten.nonzero.default:
-            return x.new_empty(x.numel(), x.dim(), dtype=torch.long)
-        out = func(*args, **(kwargs or {}))
-        if func is aten._to_copy.default and _storage(x) in self.weights:
-            self.weights[_storage(out)] = out
-        return out
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
-
-
-def _inputs(model: Any, run: Pass) -> tuple[Tensor, dict[str, Any]]:
-    """What a model is given in such a pass, with nothing in it; no more tokens than it can read."""
-
-    def read(embedding: Any, length: int) -> Tensor:
-        if isinstance(embedding, Patches):
-            return torch.zeros(run.rows, embedding.channels, embedding.size, embedding.size)
-        most = None if embedding is None else context(model.config.max_len, embedding)
-        return torch.zeros(run.rows, min(length, most or length), dtype=torch.long)
-
-    sides = [getattr(model.config, name) for name in model.towers.values()] or [None]
-    lengths = torch.ones(run.rows, dtype=torch.long) if run.masked else None
-    if run.source:
-        source = {"source": read(sides[0], run.source), "source_lengths": lengths}
-        return read(sides[-1], run.length), source
-    return read(sides[0], run.length), {} if lengths is None else {"lengths": lengths}
-
-
-# --- memory -------------------------------------------------------------------------------------------------------
-
-
-def memory(job: Job) -> Memory:
-    model, run = job.model, job.part
-    learns = any(p.requires_grad for n, p in model.named_parameters() if not n.startswith("head."))
-    saved = activations(model.config, run) if learns else Activations((), (), 0)
-    linear = (nn.Linear, MixtureOfExperts)
-    matrices = (p for m in model.modules() if isinstance(m, linear) for p in m.parameters(False))
-    return Memory(
-        weights=sum(x.nbytes for x in [*model.parameters(), *model.buffers()]),
-        gradients=4 * trainable(model),
-        optimizer=optimizer_bytes(model, job.train),
-        activations=saved.total(job.train.activation_checkpointing),
-        logits=head_bytes(model, run, job.learned),
-        copies=2 * sum(p.numel() for p in matrices if p.dim() > 1) if run.bf16 else 0,
-    )
-
-
-def trainable(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-
-def optimizer_bytes(model: nn.Module, train: Train) -> int:
-    """AdamW keeps two numbers for each, Muon one for each number of a hidden matrix, a moving mean one more."""
-    turned = 0
-    if train.optim.name == "muon":
-        named = dict(model.named_parameters())
-        turned = sum(named[name].numel() for name in hidden(model))
-    return (8 if train.ema is None else 12) * trainable(model) - 4 * turned
-
-
-def head_bytes(model: Any, run: Pass, learned: float = 1.0) -> int:
-    """The vocabulary's head, see regard.train.losses: logits of a chunk, the gradients of what comes in and of the
-    weight; a tied weight gets a second one from the embedding."""
-    head = getattr(model, "head", None)
-    if not isinstance(head, LMHead):
-        return 0
-    weight = table(model) if head.weight is None else head.weight
-    vocab, dim = weight.shape
-    n = int(run.rows * run.length * learned)
-    room = min(n, -(-CHUNK.get(run.device, CHUNK["cpu"]) // vocab)) * vocab
-    gradients = (8 if head.weight is None else 4) * vocab * dim
-    if run.bf16:
-        return 2 * (room + n * dim + vocab * dim) + gradients
-    return 4 * (room + n * dim) + gradients
 
 
 # --- work and time ------------------------------------------------------------------------------------------------
@@ -342,9 +69,9 @@ def step_flops(job: Job) -> int:
     model, run = job.model, job.step
     tower = getattr(model.config, "tower", None)
     seen = run.length if tower is not None and not tower.causal else -(-run.length // 2)
-    table_ = getattr(model, "embedding", None) or getattr(model, "target", None)
+    words = getattr(model, "embedding", None) or getattr(model, "target", None)
     is_lm = isinstance(getattr(model, "head", None), LMHead)
-    head = model.head_flops(model.head, table_) if is_lm else 0
+    head = model.head_flops(model.head, words) if is_lm else 0
     body = model.flops_per_token(seen) - head
     forward = run.rows * run.length * (body + int(head * job.learned))
     encoder = getattr(model, "encoder", None)
@@ -354,12 +81,19 @@ def step_flops(job: Job) -> int:
     return forward * (4 if job.train.activation_checkpointing else 3)
 
 
+def reached(job: Job, precision: str, device: torch.device) -> float:
+    """FLOP/s that training the job in a precision reaches on a device, by the speed of products."""
+    speed = probe(device, precision == "bf16", job.part, width(job.model))
+    return speed * EFFICIENCY[f"{device.type} {precision}"]
+
+
 def probe(device: torch.device, bf16: bool, run: Pass, width: int) -> float:
     """FLOP/s of products as large as the model's own, measured for a moment."""
-    dtype, cuda = torch.bfloat16 if bf16 else torch.float32, device.type == "cuda"
+    cuda = device.type == "cuda"
     most = 4096 if cuda else 1024
     n, m = min(run.rows * run.length, most), min(width, most)
-    x, w = (torch.rand(*shape, device=device, dtype=dtype) for shape in ((n, m), (m, 4 * m)))
+    how: Any = {"device": device, "dtype": torch.bfloat16 if bf16 else torch.float32}
+    x, w = torch.rand(n, m, **how), torch.rand(m, 4 * m, **how)
 
     def speed(rows: int, times: int = 1) -> tuple[float, float]:
         """FLOP/s, and seconds, of some products of the first rows."""
@@ -376,10 +110,12 @@ def probe(device: torch.device, bf16: bool, run: Pass, width: int) -> float:
     # A CPU without products of this kind would take minutes over a whole one.
     if took * n / 64 > 10 * PROBED:
         return best
-    best, times, end = 0.0, 1, time.perf_counter() + PROBED
+    best, times = 0.0, 1
+    end = time.perf_counter() + PROBED
     while not best or time.perf_counter() < end:
         now, took = speed(n, times)
-        best, times = max(best, now), times * 2 if took < PROBED / 20 else times
+        best = max(best, now)
+        times *= 2 if took < PROBED / 20 else 1
     return best
 
 
@@ -441,7 +177,8 @@ def _shared(job: Job, free: int) -> Iterator[Change]:
 def _tried(job: Job, free: int) -> Iterator[tuple[Change, Job]]:
     """Each change alone, if it helps: more micro-batches, activation checkpointing, bf16 where it is no slower, smaller
     batches."""
-    train, step, now = job.train, job.step, memory(job).total
+    train, step = job.train, job.step
+    now = memory(job).total
     halves = [2**i for i in range(1, step.rows.bit_length())]
     more = [train.micro_batches * n for n in halves if train.micro_batches * n <= step.rows]
     row = 1 if job.sized == "data.rows" else step.length
@@ -451,19 +188,13 @@ def _tried(job: Job, free: int) -> Iterator[tuple[Change, Job]]:
 
     split = {n: trained(micro_batches=n) for n in more}
     smaller = [replace(step, rows=step.rows // n) for n in halves]
+    again = {"true": trained(activation_checkpointing=True)}
     rounded = step.device == "cuda" or is_fast(torch.bfloat16)
+    narrow = {"bf16": trained(precision="bf16")} if rounded else {}
     tried: list[tuple[str, str, dict[Any, Job]]] = [
         ("train.micro_batches", "the same result", split),
-        (
-            "train.activation_checkpointing",
-            "the same result, a third slower",
-            {"true": trained(activation_checkpointing=True)},
-        ),
-        (
-            "train.precision",
-            "rounded products",
-            {"bf16": trained(precision="bf16")} if rounded else {},
-        ),
+        ("train.activation_checkpointing", "the same result, a third slower", again),
+        ("train.precision", "rounded products", narrow),
         (job.sized, "smaller batches", {x.rows * row: replace(job, step=x) for x in smaller}),
     ]
     for name, cost, jobs in tried:
@@ -495,7 +226,7 @@ def shortage(
     free_disk: int,
     others: Callable[[], Mapping[str, Job]] = dict,
 ) -> str | None:
-    """Why a run cannot be begun and what to change, as one sentence; None if it can."""
+    """Why a run cannot begin and what to change, as one sentence; None if it can."""
     need = plan.memory.total
     if need > free_memory:
         parts = sorted(asdict(plan.memory).items(), key=lambda pair: -pair[1])
@@ -568,29 +299,39 @@ class Forecast:
             check(config)
         start = start_of(config, device="meta")
         with blaming(2, files=DATA):
-            reads, words = TASKS[config.task].reads, config.tokenizer.get("folder")
-            facts = survey(reads, config.data, recipe_of(config), words, folder, start)
-        self.facts, self.device = facts, device
-        self.model = model_of(config, start, facts, "meta", device)
-        job, filled = imagined_job(config, self.model, facts, device.type)
-        plan = self.plan = Plan(job, max(keep, config.train.average))
-        self.free, self.room = free_memory(device), free_disk(folder)
-        self.short, self.full = plan.memory.total > self.free, plan.disk > self.room
+            reads = TASKS[config.task].reads
+            tokenizer = config.tokenizer.get("folder")
+            self.facts = survey(reads, config.data, recipe_of(config), tokenizer, folder, start)
+        self.device = device
+        self.model = model_of(config, start, self.facts, "meta", device)
+        job, filled = imagined_job(config, self.model, self.facts, device.type)
+        self.plan = Plan(job, max(keep, config.train.average))
+        self.free = free_memory(device)
+        self.room = free_disk(folder)
+        self.short = self.plan.memory.total > self.free
+        self.full = self.plan.disk > self.room
         self.less = changes(job, self.free, tunings(config, job)) if self.short else []
-        step, data = job.step, config.data
+        self._count(config, filled)
+        self._measure(job)
+
+    def _count(self, config: RunConfig, filled: float) -> None:
+        """Steps, tokens, passes over the data, and work; the mean step is `filled` so far."""
+        step, facts = self.plan.job.step, self.facts
         self.tokens = round(filled * step.rows * (step.length + step.source))
         # Of one step, and of all data: tokens, or pictures.
-        shown, whole = (self.tokens, facts.tokens) if facts.tokens else (step.rows, facts.examples)
-        epoch = max(whole * (1 - data.held), 1) / shown
+        seen, whole = (self.tokens, facts.tokens) if facts.tokens else (step.rows, facts.examples)
+        epoch = max(whole * (1 - config.data.held), 1) / seen
         train = config.train.counted(epoch)
         self.config = replace(config, train=train)
         self.passes = train.steps / epoch
-        self.flops = round(plan.flops * filled * train.steps)
-        self.kind = f"{device.type} {train.precision}"
-        bf16 = train.precision == "bf16"
-        speed = probe(device, bf16, job.part, width(self.model)) * EFFICIENCY[self.kind]
-        each = self.flops / speed / train.steps
-        self.step = None if self.short or each > LONG else step_seconds(config, facts, device)
+        self.flops = round(self.plan.flops * filled * train.steps)
+
+    def _measure(self, job: Job) -> None:
+        """Seconds, by steps that are measured; where one is too long or does not fit, by the speed of products."""
+        train, data = self.config.train, self.config.data
+        each = self.flops / reached(job, train.precision, self.device) / train.steps
+        measurable = not self.short and each <= LONG
+        self.step = step_seconds(self.config, self.facts, self.device) if measurable else None
         each = self.step or each
         self.speed = self.flops / each / train.steps
         self.evaluations = train.evaluations
@@ -602,16 +343,16 @@ class Forecast:
         forward = train.steps / max(self.passes, 1e-9) * self.held * each / 3
         self.seconds = train.steps * each + self.evaluations * forward
         self.in_fp32 = None
-        if bf16 and device.type == "cpu" and not is_fast(torch.bfloat16):
+        bf16 = train.precision == "bf16"
+        if bf16 and self.device.type == "cpu" and not is_fast(torch.bfloat16):
             self.in_fp32 = self.seconds * self._fp32_step(job) / each
 
     def _fp32_step(self, job: Job) -> float:
         """Seconds of a step in float32."""
+        if self.step is None:
+            return self.flops / reached(job, "fp32", self.device) / self.config.train.steps
         plain = replace(self.config, train=replace(self.config.train, precision="fp32"))
-        if self.step is not None:
-            return step_seconds(plain, self.facts, self.device) or self.step
-        speed = probe(self.device, False, job.part, width(self.model)) * EFFICIENCY["cpu fp32"]
-        return self.flops / speed / self.config.train.steps
+        return step_seconds(plain, self.facts, self.device) or self.step
 
 
 def model_of(config: RunConfig, start: Any, facts: Survey, device: str, on: torch.device) -> Any:

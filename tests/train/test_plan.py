@@ -19,23 +19,18 @@ from regard.moe import MixtureOfExperts, MoE
 from regard.position import Rope
 from regard.presets import build
 from regard.train import plan as module
-from regard.train.objectives import causal
-from regard.train.optim import Optim, Optimizer
-from regard.train.plan import (
+from regard.train.memory import (
     OTHER,
     Job,
     Pass,
-    Plan,
     activations,
-    changes,
-    drawn,
     head_bytes,
     memory,
     optimizer_bytes,
-    refusal,
-    shortage,
-    step_flops,
 )
+from regard.train.objectives import causal
+from regard.train.optim import Optim, Optimizer
+from regard.train.plan import Plan, changes, drawn, refusal, shortage, step_flops
 from regard.train.trainer import Train
 from tests.train.toy import Toy, trainer
 from tests.wide import wide
