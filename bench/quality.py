@@ -269,7 +269,6 @@ def run(job: str, data: Path, out: Path, seed: int, changes: dict[str, str]) -> 
         "device": said["device_name"],
         "seconds": round(time.perf_counter() - start, 1),
         "best": said["best"],
-        "averaged": said["averaged"],
         **tested(job, data, folder),
     }
     (folder / "result.json").write_text(json.dumps(found, indent=1), encoding="utf-8")

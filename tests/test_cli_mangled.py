@@ -65,7 +65,7 @@ SETTINGS = [
     "train.clip",
     "train.schedule.warmup",
     "train.micro_batches",
-    "train.average",
+    "train.ema",
     "train.patience",
     "train.save",
     "train.evaluate",

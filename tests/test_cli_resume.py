@@ -161,12 +161,12 @@ def test_compare_of_a_run_and_its_resumed_twin_names_that(
 
 
 def test_resuming_a_finished_run_adds_no_line(home: Path) -> None:
-    """Neither of an average that was tried already, nor of its samples."""
-    assert trained("story.toml", "--train.average", "2") == 0
+    """Neither of an evaluation that was made already, nor of its samples."""
+    assert trained("story.toml") == 0
     run = home / "runs/story"
     before = [(run / name).read_bytes() for name in ("metrics.jsonl", "samples.jsonl")]
     kinds = [e["kind"] for e in lines(run)]
-    assert kinds.count("average") == 1 and "checkpoint" not in kinds
+    assert "evaluation" in kinds and "checkpoint" not in kinds
     best = (run / "best").resolve()
     for _ in range(2):
         assert trained("--resume", "runs/story") == 0

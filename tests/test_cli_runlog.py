@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 
 from regard.cli.main import main
-from regard.report.folder import read
 from regard.train.log import Log
 from regard.train.trainer import Progress
 from tests.test_cli_train import home as home
-from tests.train.test_trainer import Poisoned
-from tests.train.toy import trainer
 
 
 def step(n: int, kind: str = "step", **more: Any) -> dict[str, Any]:
@@ -26,22 +23,6 @@ def lines(folder: Path, name: str = "metrics.jsonl") -> list[tuple[str, int]]:
     return [(e.get("kind", ""), e["step"]) for e in found]
 
 
-def test_going_back_leaves_one_line_a_step_and_the_reason(tmp_path: Path) -> None:
-    with Log(tmp_path, Progress(), []) as log:
-        for n in (1, 2, 3, 4):
-            log(step(n))
-        log(step(4, "evaluation", samples=[{"text": "old"}]))
-        log(step(5, "broken"))
-        log({"kind": "warning", "text": "not in the file"})
-        for n in (3, 4):  # it went back to 2
-            log(step(n))
-        log(step(4, "evaluation", samples=[{"text": "new"}]))
-        log(step(6))
-    told = [("step", 1), ("step", 2), ("broken", 5), ("step", 3), ("step", 4)]
-    assert lines(tmp_path) == [*told, ("evaluation", 4), ("step", 6)]
-    assert json.loads((tmp_path / "samples.jsonl").read_text())["text"] == "new"
-
-
 def test_skipped_step_cuts_nothing(tmp_path: Path) -> None:
     with Log(tmp_path, Progress(), []) as log:
         for event in (step(1), step(2), step(3, "broken"), step(3, "evaluation"), step(4)):
@@ -49,15 +30,6 @@ def test_skipped_step_cuts_nothing(tmp_path: Path) -> None:
     assert lines(tmp_path) == [
         ("step", 1), ("step", 2), ("broken", 3), ("evaluation", 3), ("step", 4)
     ]  # fmt: skip
-
-
-def test_breaking_again_after_going_back_cuts_what_was_undone(tmp_path: Path) -> None:
-    with Log(tmp_path, Progress(), []) as log:
-        for event in (step(1), step(2), step(3), step(4, "broken")):
-            log(event)
-        log(step(2, "broken"))  # back at 1, and the next one breaks too
-        log(step(3))
-    assert lines(tmp_path) == [("step", 1), ("broken", 4), ("broken", 2), ("step", 3)]
 
 
 def test_resuming_keeps_why_a_later_step_is_left_out(tmp_path: Path) -> None:
@@ -70,30 +42,6 @@ def test_resuming_keeps_why_a_later_step_is_left_out(tmp_path: Path) -> None:
     assert lines(tmp_path) == [("step", 1), ("step", 2), ("broken", 5), ("step", 3)]
     Log(tmp_path, Progress(step=3), []).__exit__()
     assert lines(tmp_path) == [("step", 1), ("step", 2), ("step", 3)]
-
-
-def test_run_that_goes_back_reads_as_one_that_left_the_step_out(tmp_path: Path) -> None:
-    runs = {}
-    for name in ("back", "skip"):
-        (tmp_path / name).mkdir()
-        t = trainer(
-            tmp_path / name / "checkpoints", micro_batches=1, save=4, evaluate=0, nan="back"
-        )
-        if name == "back":
-            t.objective = Poisoned(7, "gradient")
-        else:
-            t.at.skipped = [7]
-        with Log(tmp_path / name, t.at, []) as log:
-            t.callbacks = [log]
-            assert t.run() == "done"
-        (tmp_path / name / "run.json").write_text('{"format": 1}')
-        runs[name] = read(tmp_path / name)
-        told = [n for kind, n in lines(tmp_path / name) if kind == "step"]
-        assert told == [1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12]
-    for kind in ("loss", "norm", "lr"):
-        assert runs["back"].curve(kind) == runs["skip"].curve(kind)
-    assert runs["back"].measured("loss") == runs["skip"].measured("loss")
-    assert [e["step"] for e in runs["back"].broken] == [7]
 
 
 @pytest.mark.usefixtures("home")

@@ -41,17 +41,15 @@ def test_mean_is_of_the_checkpoints_at_their_distance_and_the_newest(tmp_path: P
     for step in (3, 5, 10, 12):
         checkpoints.write(step, None, {}, {"best": 3})
     assert checkpoints.steps() == [checkpoints.path(step) for step in (3, 5, 10, 12)]
-    assert checkpoints.regular() == [checkpoints.path(step) for step in (5, 10, 12)]
 
 
 def test_without_a_distance_every_checkpoint_counts(tmp_path: Path) -> None:
-    told: list[dict[str, Any]] = []
-    t = trainer(tmp_path, told.append, steps=9, save=0, evaluate=3, average=3)
+    t = trainer(tmp_path, steps=9, save=0, evaluate=3)
+    t.checkpoints.keep = 3
     losses = iter((3.0, 2.0, 1.0, 0.5))
     t.measure = lambda model, between: ({"loss": next(losses)}, {})
     t.run()
     assert t.checkpoints.steps() == [t.checkpoints.path(step) for step in (3, 6, 9)]
-    assert [event["of"] for event in told if event["kind"] == "average"] == [3]
 
 
 def test_balance_of_experts_weighs_as_in_switch_transformers() -> None:

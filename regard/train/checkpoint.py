@@ -138,11 +138,6 @@ class Checkpoints:
             raise UsageError(f"cannot write {target}: {error.strerror}; {self._last()}") from None
         self._prune(self.path(step), progress["best"])
 
-    def regular(self) -> list[Path]:
-        """The checkpoints at their distance, and the newest."""
-        paths = self.steps()
-        return [path for path in paths if path == paths[-1] or self._in_turn(path)]
-
     def _in_turn(self, path: Path) -> bool:
         return int(path.name.removeprefix("step-")) % max(self.every, 1) == 0
 

@@ -33,7 +33,7 @@ from regard.train.losses import NONE, Smoothing
 from regard.train.measure import suited
 from regard.train.objectives import DPO, Prefer
 from regard.train.tasks import TASKS
-from regard.train.trainer import RENAMED, Train, flat
+from regard.train.trainer import GONE, RENAMED, Train, flat
 
 METHODS = ("full", "frozen", "lora", "qlora")
 QUERIES_AND_VALUES = ("wq", "wv", "w_uq", "w_ukv")  # of GQA, and of MLA
@@ -246,6 +246,10 @@ def configure(
             if old in train:
                 notice(f"train.{old} is now train.{new}; the old name is still read")
                 train[new] = train.pop(old)
+        if train.get("average") or train.get("nan") == "back":
+            name = "average" if train.get("average") else "nan"
+            raise UsageError(f"train.{name} = {train[name]}: {GONE[name]}")
+        train.pop("average", None)
         if {"steps", "epochs"} <= train.keys():
             raise UsageError("train.steps and train.epochs both say how long; leave one out")
     if isinstance(data.get("data"), dict):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,18 @@ WORDS = ("kind", "step", "best", "signatures")  # of an event, no numbers
 
 class Log(AbstractContextManager["Log"]):
     """Hears what the trainer tells and writes it down; `listeners` hear it too. What a run had written after the step
-    it goes on from, or goes back to, is cut off, but not why a step is left out: however often it was stopped or
-    killed, the files are those of a run that never was."""
+    it goes on from is cut off: however often it was stopped or killed, the files are those of a run that never was."""
 
     def __init__(self, folder: Path, at: Progress, listeners: Sequence[Callback]):
-        self.folder, self.listeners = folder, listeners
-        self.skipped = set(at.skipped)
-        self.last, self.broke = at.step, False
-        self._open(at)
+        self.listeners = listeners
+        # Files without what came after the progress `at`; a line that was cut off by a kill goes too.
+        self.files: list[Any] = []
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            path = folder / name
+            lines = path.read_text("utf-8", "replace").split("\n") if path.is_file() else []
+            true = [x for x in lines if (event := parse(x)) and holds(event, at)]
+            write_whole(path, "".join(f"{line}\n" for line in true))
+            self.files.append(path.open("a", encoding="utf-8"))
 
     def __exit__(self, *_: object) -> None:
         for file in self.files:
@@ -39,7 +43,6 @@ class Log(AbstractContextManager["Log"]):
     def __call__(self, event: dict[str, Any]) -> None:
         samples = event.pop("samples", [])
         if event["kind"] not in UNWRITTEN:
-            self._follow(event["kind"], event["step"])
             self._put(self.files[0], event)
         for sample in samples:
             self._put(self.files[1], {"step": event["step"], "kind": event["kind"], **sample})
@@ -53,45 +56,23 @@ class Log(AbstractContextManager["Log"]):
         for file in self.files:
             os.fsync(file.fileno())
 
-    def _open(self, at: Progress) -> None:
-        """The files, without what came after the progress `at`; a line that was cut off by a kill goes too."""
-        self.files: list[Any] = []
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            path = self.folder / name
-            lines = path.read_text("utf-8", "replace").split("\n") if path.is_file() else []
-            true = [x for x in lines if (event := parse(x)) and holds(event, at, self.skipped)]
-            write_whole(path, "".join(f"{line}\n" for line in true))
-            self.files.append(path.open("a", encoding="utf-8"))
-
     def _put(self, file: Any, event: dict[str, Any]) -> None:
         with naming(Path(file.name)):
             file.write(json.dumps(event, ensure_ascii=False) + "\n")
             file.flush()
 
-    def _follow(self, kind: str, step: int) -> None:
-        """The first event after a step that broke tells whether the run went back."""
-        if self.broke and step <= self.last:
-            self.__exit__()
-            done = step if kind == "evaluation" else step - 1
-            self._open(Progress(done, evaluated=step - 1))
-        self.broke = kind == "broken"
-        if self.broke:
-            self.skipped.add(step)
-        else:
-            self.last = step
 
-
-def holds(event: dict[str, Any], at: Progress, skipped: Container[int]) -> bool:
-    """Whether a line is still true of a run that stands there. Changed settings, an evaluation and an average are told
-    after the checkpoint of their step: they come again if it does not know of them."""
+def holds(event: dict[str, Any], at: Progress) -> bool:
+    """Whether a line is still true of a run that stands there. Changed settings and an evaluation are told after the
+    checkpoint of their step: they come again if it does not know of them."""
     step, kind = event.get("step", 0), event.get("kind", "evaluation")
-    if kind == "broken" and step in skipped:
+    if kind == "broken" and step in at.skipped:
         return True
     if step != at.step:
         return bool(step < at.step)
     if kind == "evaluation":
         return at.evaluated == step
-    return kind != "settings" and (kind != "average" or at.averaged is not None)
+    return bool(kind != "settings")
 
 
 def parse(text: str) -> dict[str, Any] | None:

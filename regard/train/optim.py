@@ -392,27 +392,3 @@ def length(grads: list[Tensor]) -> Tensor:
                 torch.distributed.all_reduce(square, group=where[0].get_group(axis))
         total += square
     return total.sqrt().float()
-
-
-# --- averages of weights ------------------------------------------------------------------------------------------
-
-
-def average(checkpoints: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The plain mean of checkpoints, one in memory at a time, summed in float64; whole numbers come from the last."""
-    total: dict[str, Tensor] = {}
-    dtypes: dict[str, torch.dtype] = {}
-    for count, weights in enumerate(checkpoints, 1):
-        if total and weights.keys() != total.keys():
-            lost = sorted(weights.keys() ^ total.keys())[0]
-            raise UsageError(
-                f"checkpoints of different models cannot be averaged: {lost!r} is not in all"
-            )
-        for name, x in weights.items():
-            dtypes[name] = x.dtype
-            if not x.is_floating_point() or count == 1:
-                total[name] = x.double() if x.is_floating_point() else x.clone()
-            else:
-                total[name] += (x.double() - total[name]) / count
-    if not total:
-        raise UsageError("no checkpoint to average; give at least one")
-    return {name: x.to(dtypes[name]) for name, x in total.items()}

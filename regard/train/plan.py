@@ -305,7 +305,7 @@ class Forecast:
         self.device = device
         self.model = model_of(config, start, self.facts, "meta", device)
         job, filled = imagined_job(config, self.model, self.facts, device.type)
-        self.plan = Plan(job, max(keep, config.train.average))
+        self.plan = Plan(job, keep)
         self.free = free_memory(device)
         self.room = free_disk(folder)
         self.short = self.plan.memory.total > self.free

@@ -2,7 +2,7 @@
 it tells.
 
 Who wants to know how it goes gives `callbacks`: each is called with every event, a dict whose
-"kind" is begin, step, evaluation, samples, average, checkpoint, settings, broken, warning or end.
+"kind" is begin, step, evaluation, samples, checkpoint, settings, broken, warning or end.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from regard.train.log import Log, parse, tracker
 from regard.train.optim import Schedule
 from regard.train.parallel import Lost, team_of
 from regard.train.plan import refusal
-from regard.train.trainer import AVERAGE, Callback, Diverged, Trainer, differences, flat
+from regard.train.trainer import Callback, Diverged, Trainer, differences, flat
 
 OURS = {"lock", "run.json"}  # a run's folder has one of these
 BEFORE = {"lock", "data", "tokenizer", ".tokenizer", "config.toml"}  # there before the first step
@@ -122,7 +122,7 @@ def train(
     with blaming(2, files=DATA):
         check(settings)
     if smoke:
-        short: dict[str, Any] = {"steps": 3, "epochs": None, "save": 1, "evaluate": 3, "average": 0}
+        short: dict[str, Any] = {"steps": 3, "epochs": None, "save": 1, "evaluate": 3}
         few = replace(settings.train, **short, schedule=Schedule("constant"))
         settings = replace(settings, train=few)
     chosen, _ = pick_device(options["device"])
@@ -218,7 +218,7 @@ def _run(
     figures: dict[str, float] = {}
 
     def note(event: dict[str, Any]) -> None:
-        if event["kind"] in ("evaluation", "average"):
+        if event["kind"] == "evaluation":
             figures.clear()
             figures.update({n: x for n, x in event.items() if isinstance(x, float)})
 
@@ -228,7 +228,6 @@ def _run(
             "status": status,
             "step": at.step,
             "best": None if at.best is None else {"step": at.best, "value": at.best_value},
-            "averaged": bool(at.averaged),
             "ended": None if status == "running" else now(),
             "seconds": round(info["seconds"] + time.monotonic() - start, 2),
             "memory": peak_memory(trainer.device),
@@ -270,7 +269,7 @@ def _run(
 
 def _result(status: str, trainer: Trainer, folder: Path, metrics: dict[str, float]) -> RunResult:
     at = trainer.at
-    best = folder / "best" if at.averaged or at.best is not None else None
+    best = None if at.best is None else folder / "best"
     last = trainer.checkpoints.path(at.step)
     return RunResult(folder, status, at.step, metrics, last, best, at.best, at.best_value)
 
@@ -344,9 +343,7 @@ def _link(folder: Path, trainer: Trainer) -> None:
     """The links `last` and `best`."""
     steps = trainer.checkpoints.steps()
     names = {"last": steps[-1].name} if steps else {}
-    if trainer.at.averaged:
-        names["best"] = AVERAGE
-    elif trainer.at.best is not None:
+    if trainer.at.best is not None:
         names["best"] = f"step-{trainer.at.best:08d}"
     for name, step in names.items():
         link, new = folder / name, folder / f".{name}.new"

@@ -25,16 +25,21 @@ from regard.moe import update_bias
 from regard.train.checkpoint import Checkpoints
 from regard.train.measure import METRICS, better
 from regard.train.objectives import Tally, balanced, mixtures
-from regard.train.optim import Optim, Optimizer, Schedule, accumulate, average, clip
+from regard.train.optim import Optim, Optimizer, Schedule, accumulate, clip
 from regard.train.parallel import Parallel, SingleProcess
 
-AVERAGE = "average"  # the folder of the checkpoints' mean
-POLICIES = ("stop", "skip", "back")
+POLICIES = ("stop", "skip")
 SKIPS = 10  # steps one after the other that are left out at most: more are no bad luck
 # settings of `Train` that change no weight: a run may go on with others
-FREE = ("steps", "evaluate", "save", "metric", "patience", "average", "nan", "parallel")
+FREE = ("steps", "evaluate", "save", "metric", "patience", "nan", "parallel")
 # What settings of `Train` were called before -> now; config files and checkpoints may have either.
 RENAMED = {"parts": "micro_batches", "recompute": "activation_checkpointing"}
+# What could be said before -> what to say now; what changed nothing (train.average = 0) is passed over.
+GONE = {
+    "average": "the mean of the last checkpoints is no longer tried; say train.average = 0, and train.ema = 0.999 "
+    "for a moving mean of the weights",
+    "nan": "a run no longer goes back to a checkpoint; say train.nan = skip, which leaves the step out",
+}
 Callback = Callable[[dict[str, Any]], None]
 Figures = tuple[dict[str, float], dict[str, Any]]  # by name; what else to tell
 # (model, called between batches, which may raise Stopped) -> figures on held-out data, none where nothing is held out
@@ -59,14 +64,12 @@ class Train:
     save: Whole = 0  # steps between checkpoints; 0: at the end alone
     metric: str = "loss"  # what the best model is best at
     patience: Count | None = None  # evaluations without a better one after which it ends
-    # the mean of this many last checkpoints is tried at the end, and kept if best
-    average: Whole = 0
     # a moving mean of the weights, such as 0.999, which is evaluated and saved instead of them
     ema: Fraction | None = None
     # weight of the loss that keeps a mixture's experts in balance; see `balanced`
     balance: Amount | None = None
     bias_speed: Amount = 0.001  # how far the correction bias of a mixture moves in a step
-    # loss or gradient not finite: stop, skip the step, or go back to a checkpoint; ten in a row stop
+    # loss or gradient not finite: stop, or skip the step; ten in a row stop
     nan: str = "stop"
     optim: Optim = field(default_factory=Optim)  # the optimiser
     schedule: Schedule = field(default_factory=Schedule)  # the learning rate over time
@@ -80,8 +83,6 @@ class Train:
             raise UsageError(
                 f"train.evaluate = {self.evaluate}; give whole steps, or a share below 1"
             )
-        if self.ema is not None and self.average:
-            raise UsageError("train.ema and train.average are both means of weights; leave one out")
         if self.epochs is None:
             self.schedule.over(self.steps)
 
@@ -133,8 +134,6 @@ class Progress:
     waited: int = 0  # evaluations since
     skipped: list[int] = field(default_factory=list)
     evaluated: int = 0  # the last step that was
-    # Whether the mean of the last checkpoints is the best; None: untried.
-    averaged: bool | None = None
 
 
 class Trainer:
@@ -178,7 +177,6 @@ class Trainer:
         ahead = Prefetch(feed, self.team.data_rank, self.team.data_size)
         alone = partial(feed.batch, rank=self.team.data_rank, world=self.team.data_size)
         self._batch = ahead.batch if self.device.type == "cuda" else alone
-        checkpoints.keep = max(checkpoints.keep, config.average)
         checkpoints.every = config.save or 1
         self.at = Progress()
         self.saved = 0  # the step of the newest checkpoint
@@ -201,6 +199,8 @@ class Trainer:
         changes = self._changes(path, state)
         self._put(self.load(path).state_dict())
         self.optimizer.load(self.team.read(path, self.optimizer.named))
+        # Older versions tried the mean of checkpoints too.
+        state["progress"].pop("averaged", None)
         self.at = Progress(**state["progress"])
         self.saved = self.at.step
         # Older versions could take a value that is not a number for the best.
@@ -242,9 +242,6 @@ class Trainer:
         why = self._train(asked)
         if self.saved != self.at.step:
             self.save()
-        untried = self.config.average and why != "asked" and self.at.averaged is None
-        if untried and not self._average(asked):
-            why = "asked"
         self.model.eval()
         return why
 
@@ -260,16 +257,15 @@ class Trainer:
             if end:
                 return "done"
             self.at.step += 1
-            if self.at.step not in self.at.skipped and not self._step(self.at.step):
-                continue
-            self.at.averaged = None
+            # Older versions went back, and left out what was skipped.
+            if self.at.step not in self.at.skipped:
+                self._step(self.at.step)
             if self.team.any(asked()):
                 return "asked"
             if self.at.step >= c.steps or (c.save and self.at.step % c.save == 0):
                 self.save()
 
-    def _step(self, step: int) -> bool:
-        """Take the step; False if the run went back instead."""
+    def _step(self, step: int) -> None:
         c, team, start = self.config, self.team, time.perf_counter()
         torch.manual_seed(seed_of(c.seed, step) + team.data_rank)
         batches = self._batch(step - 1).to(self.device).split(c.micro_batches)
@@ -285,7 +281,8 @@ class Trainer:
             update_bias(self.model, c.bias_speed if whole else 0.0, team.total)
         if not whole:
             self.optimizer.zero()
-            return self._broken(step, mean, length)
+            self._broken(step, mean, length)
+            return
         factor = c.rate(step)
         self.optimizer.step(factor)
         self.optimizer.average(step)
@@ -293,26 +290,17 @@ class Trainer:
         took = time.perf_counter() - start
         figures = {"loss": mean, "norm": length, "lr": factor * c.optim.lr, "tokens": tokens}
         self.tell({"kind": "step", "step": step, **figures, **more, "seconds": took})
-        return True
 
-    def _broken(self, step: int, loss: float, norm: float) -> bool:
-        """By the policy; the weights have not been touched. False if the run went back."""
+    def _broken(self, step: int, loss: float, norm: float) -> None:
+        """By the policy; the weights have not been touched."""
         what = f"step {step}: the loss is {loss}, the gradient's length {norm}"
         self.tell({"kind": "broken", "step": step, "loss": loss, "norm": norm})
         if self.config.nan == "stop":
-            raise Diverged(f"{what}; lower the learning rate, or say train.nan = skip or back")
-        before = {*self.at.skipped}
-        if all(step - i in before for i in range(1, SKIPS)):
+            raise Diverged(f"{what}; lower the learning rate, or say train.nan = skip")
+        if all(step - i in self.at.skipped for i in range(1, SKIPS)):
             why = f"{SKIPS} steps in a row were not finite, the last of them {what}"
             raise Diverged(f"{why}; skipping more would not help", final=True)
-        if self.config.nan == "back":
-            skipped = [*self.at.skipped, step]
-            if not self.resume():
-                raise Diverged(f"{what}, and there is no checkpoint to go back to")
-            self.at.skipped = skipped
-            return False
         self.at.skipped.append(step)
-        return True
 
     def _evaluate(self, asked: Callable[[], bool]) -> bool:
         """Figures of the model as it is; a better one than before is saved. False if a stop was asked for."""
@@ -378,25 +366,6 @@ class Trainer:
                 part, n = self.objective(model, batch.to(self.device))
             total, count = total + float(part), count + int(n)
         return ({"loss": total / count} if count else {}), {}
-
-    def _average(self, asked: Callable[[], bool]) -> bool:
-        """Try the mean of the last checkpoints. False if a stop was asked for."""
-        paths = self.checkpoints.regular()[-self.config.average :]
-        weights = {n: x.clone() for n, x in self.model.state_dict().items()}
-        self._put(average(self.load(path).state_dict() for path in paths))
-        measured = self._figures(asked)
-        if measured is not None:
-            figures, more = measured
-            good = not figures or self._best(figures)
-            event = {"kind": "average", "step": self.at.step, "of": len(paths), **figures}
-            self.tell({**event, "best": good, **more})
-            self.at.averaged = good
-            if good:
-                model, path = self.team.full_model(self.model), self.checkpoints.folder / AVERAGE
-                self.team.once(lambda: self.checkpoints.save(model, path) and None)
-            self._note()
-        self.model.load_state_dict(weights)
-        return measured is not None
 
     def _put(self, weights: dict[str, torch.Tensor]) -> None:
         """Whole weights into the model, however it is shared out."""

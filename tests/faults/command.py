@@ -41,7 +41,7 @@ kind = "chars"
 steps = 40
 evaluate = 20
 save = 5
-average = 3
+ema = 0.9
 micro-batches = 2
 optim = { lr = 1e-2 }
 schedule = { warmup = 10 }

@@ -1,17 +1,15 @@
-"""Which model of a run is the best: by a named metric, and the mean of the last checkpoints."""
+"""Which model of a run is the best: by a named metric."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import regard
 from regard.errors import UsageError
 from regard.train.checkpoint import Checkpoints
 from regard.train.objectives import causal
-from regard.train.optim import average
-from regard.train.trainer import AVERAGE, Trainer
+from regard.train.trainer import Trainer
 from tests.train.toy import Toy, config, model
 
 
@@ -45,22 +43,3 @@ def test_a_metric_that_is_not_measured_is_named(tmp_path: Path) -> None:
         t.run()
     with pytest.raises(UsageError, match="train.metric = 'acuracy' is unknown"):
         config(metric="acuracy")
-
-
-@pytest.mark.parametrize("good", [True, False])
-def test_mean_of_the_last_checkpoints_is_kept_if_it_is_the_best(tmp_path: Path, good: bool) -> None:
-    told: list[dict[str, Any]] = []
-    values = [0.5, 0.6, 0.9 if good else 0.1]
-    measure = lambda m, between: ({"accuracy": values.pop(0)}, {})  # noqa: E731
-    t = trainer(tmp_path, told, measure, evaluate=6, save=2, average=3, metric="accuracy")
-    assert t.run() == "done" and t.at.averaged == good and (tmp_path / AVERAGE).is_dir() == good
-    (event,) = [e for e in told if e["kind"] == "average"]
-    assert event["of"] == 3 and event["best"] == good
-    names = [path.name for path in t.checkpoints.steps()]
-    assert names[-3:] == ["step-00000008", "step-00000010", "step-00000012"]
-    last = regard.load(t.checkpoints.path(12)).state_dict()
-    assert all(x.equal(last[n]) for n, x in t.model.state_dict().items())  # training may go on
-    if good:
-        mean = average(regard.load(tmp_path / n).state_dict() for n in names[-3:])
-        found = regard.load(tmp_path / AVERAGE).state_dict()
-        assert all(torch.equal(x, mean[n]) for n, x in found.items())

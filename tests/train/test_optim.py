@@ -29,7 +29,6 @@ from regard.train.optim import (
     Optim,
     Optimizer,
     accumulate,
-    average,
     clip,
     decays,
     hidden,
@@ -341,19 +340,6 @@ def test_clip_reports_a_length_that_is_not_finite_and_changes_nothing(bad: float
 
 
 # --- averages -----------------------------------------------------------------------------------------------------
-
-
-def test_average_is_the_mean_of_checkpoints_in_their_type() -> None:
-    parts = [{"w": torch.randn(50).bfloat16(), "n": torch.tensor(i)} for i in range(5)]
-    mean = average(iter(parts))
-    want = torch.stack([p["w"].double() for p in parts]).mean(0).bfloat16()
-    assert torch.equal(mean["w"], want) and mean["n"] == 4
-    for wrong, why in (
-        ([], "no checkpoint"),
-        ([{"a": torch.ones(1)}, {"b": torch.ones(1)}], "'a'"),
-    ):
-        with pytest.raises(UsageError, match=why):
-            average(wrong)
 
 
 @pytest.mark.parametrize("ema", [0.2, 0.999])

@@ -195,11 +195,8 @@ def test_layers_that_are_computed_again(
 
 def test_layers_that_are_not_there_are_refused() -> None:
     from regard.fast.train import checkpointed
-    from regard.train.trainer import Train
 
     with pytest.raises(UsageError, match="names layer 7; the model has 0 to 1"):
         checkpointed(body("llama"), (0, 7))
     with pytest.raises(UsageError, match="names layer -1; the model has 0 to 1"):
         checkpointed(body("llama"), (-1,))
-    with pytest.raises(UsageError, match="both means of weights; leave one out"):
-        Train(ema=0.9, average=2)

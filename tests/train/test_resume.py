@@ -79,14 +79,8 @@ def test_every_kind_and_optimiser_goes_on_to_the_same_bits(
 
 @pytest.mark.parametrize("after", wide(range(8), keep=[0, 2, 7]))
 def test_a_stop_in_an_evaluation_is_obeyed_within_a_batch(tmp_path: Path, after: int) -> None:
-    """At any of its batches, at the average's too: saved, not recorded, and made when the run goes on."""
-    settings: dict[str, Any] = {
-        "steps": 4,
-        "save": 2,
-        "evaluate": 2,
-        "average": 2,
-        "micro_batches": 1,
-    }
+    """At any of its batches: saved, not recorded, and made when the run goes on."""
+    settings: dict[str, Any] = {"steps": 4, "save": 2, "evaluate": 2, "micro_batches": 1}
     whole: list[Event] = []
     want = holding(tmp_path / "whole", whole, **settings)
     assert want.run() == "done"
@@ -141,21 +135,6 @@ def test_what_was_noted_is_found_out_again_if_it_is_lost(tmp_path: Path) -> None
         again = holding(tmp_path, events, steps=4, save=2, evaluate=2)
         assert again.resume() and again.at.evaluated == 2 and again.run() == "done"
         assert again.at == t.at and told(events)[-1] == told(events)[-2]
-
-
-def test_average_is_tried_once_and_leaves_out_where_a_run_was_stopped(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"steps": 7, "save": 2, "evaluate": 0, "average": 3}
-    events: list[Event] = []
-    whole = holding(tmp_path / "whole", events, **settings)
-    whole.run()
-    parts: list[Event] = []
-    for stop in (3, 5, 99, 99):
-        t = holding(tmp_path / "parts", parts, **settings)
-        t.resume()
-        t.run(lambda t=t, stop=stop: t.at.step >= stop)
-    assert told(parts) == told(events) and t.at == whole.at and t.at.averaged is not None
-    names = [[p.name for p in x.checkpoints.steps()] for x in (whole, t)]
-    assert names[0] == names[1] == [f"step-0000000{k}" for k in (4, 6, 7)]
 
 
 def test_evaluation_walks_the_held_out_data_once(tmp_path: Path) -> None:
@@ -258,12 +237,13 @@ def test_other_metric_begins_to_count_anew(tmp_path: Path) -> None:
 
 
 def test_checkpoint_of_an_older_version_is_taken_with_a_word(tmp_path: Path) -> None:
-    """It had a hash of the settings, which no later version can know, and less progress."""
+    """It had a hash of the settings, which no later version can know, and other progress."""
     t = trainer(tmp_path, steps=4)
     t.run(lambda: t.at.step >= 2)
     path = t.checkpoints.path(2)
     state = json.loads((path / STATE).read_text())
-    del state["settings"], state["progress"]["evaluated"], state["progress"]["averaged"]
+    del state["settings"], state["progress"]["evaluated"]
+    state["progress"]["averaged"] = None
     (path / STATE).write_text(json.dumps({**state, "config": "0123"}))
     (path / "trainer/manifest.json").write_bytes(manifest(path, path.name))
     events: list[Event] = []
@@ -298,3 +278,17 @@ def test_settings_by_their_old_names_are_read(tmp_path: Path) -> None:
         assert read(path, {"train.recompute": "true"}).train == now
     with pytest.raises(UsageError, match=r"train.parts is now train.micro_batches, .*leave it out"):
         read(path, {"train.micro-batches": "2"})
+
+
+def test_settings_that_are_gone_say_what_to_type(tmp_path: Path) -> None:
+    """A run that was begun with them goes on once that is typed."""
+    path = tmp_path / "config.toml"
+    text = 'task = "lm"\n[model]\npreset = "gpt2"\n[data]\ntrain = "a.txt"\n[train]\naverage = 3\nnan = "back"\n'
+    path.write_text(text)
+    with pytest.raises(
+        UsageError, match=r"train.average = 3: .*say train.average = 0, and train.ema"
+    ):
+        read(path)
+    with pytest.raises(UsageError, match=r"train.nan = back: .*say train.nan = skip"):
+        read(path, {"train.average": "0"})
+    assert read(path, {"train.average": "0", "train.nan": "skip"}).train == Train(nan="skip")

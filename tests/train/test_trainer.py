@@ -228,21 +228,8 @@ def test_skipped_step_is_left_out_and_remembered(tmp_path: Path) -> None:
     assert again.resume() and again.at.skipped == [5]
 
 
-def test_going_back_leaves_the_step_out_and_evaluates_nothing_twice(tmp_path: Path) -> None:
-    told: list[dict[str, Any]] = []
-    t = trainer(tmp_path / "back", told.append, micro_batches=1, evaluate=2, nan="back")
-    t.objective = Poisoned(5, "loss")
-    assert t.run() == "done" and t.at.skipped == [5]
-    assert [e["step"] for e in told if e["kind"] == "evaluation"] == [2, 4, 6, 8, 10, 12]
-    skip = trainer(tmp_path / "skip", micro_batches=1, evaluate=2, nan="back")
-    skip.at.skipped = [5]
-    skip.run()
-    assert same(t, skip) and t.at == skip.at
-
-
-@pytest.mark.parametrize("nan", ["skip", "back"])
-def test_skipping_has_an_end(tmp_path: Path, nan: str) -> None:
-    t = trainer(tmp_path, micro_batches=1, steps=40, save=1, evaluate=0, nan=nan)
+def test_skipping_has_an_end(tmp_path: Path) -> None:
+    t = trainer(tmp_path, micro_batches=1, steps=40, save=1, evaluate=0, nan="skip")
     t._step(1)
     t.at.step = 1
     t.save()
@@ -260,18 +247,17 @@ def test_skipping_has_an_end(tmp_path: Path, nan: str) -> None:
     assert t.at.best is None and all(torch.equal(x, weights(t)[n]) for n, x in before.items())
 
 
-@pytest.mark.parametrize("average", [0, 2])
-def test_best_is_never_a_nan(tmp_path: Path, average: int) -> None:
-    """Not even the first one, nor that of the checkpoints' mean; and what an older version took for it is not kept."""
+def test_best_is_never_a_nan(tmp_path: Path) -> None:
+    """Not even the first one; and what an older version took for it is not kept."""
     told: list[dict[str, Any]] = []
-    t = trainer(tmp_path, told.append, micro_batches=1, save=2, evaluate=2, average=average)
+    t = trainer(tmp_path, told.append, micro_batches=1, save=2, evaluate=2)
     values = iter([math.nan, 3.0, math.nan, 2.0, *[math.nan] * 9])
     t.measure = lambda *_: ({"loss": next(values)}, {})
     assert t.run() == "done" and (t.at.best, t.at.best_value) == (8, 2.0)
-    assert [e["step"] for e in told if e.get("best")] == [4, 8] and not t.at.averaged
+    assert [e["step"] for e in told if e.get("best")] == [4, 8]
     t.at.best, t.at.best_value = 12, math.nan
     t._note()
-    again = trainer(tmp_path, micro_batches=1, save=2, evaluate=2, average=average)
+    again = trainer(tmp_path, micro_batches=1, save=2, evaluate=2)
     assert again.resume() and again.at.best is again.at.best_value is None
 
 
