@@ -63,7 +63,41 @@ def assemble(
     model = make_model(config, start, coder, loaded.classes)
     check_fits(model, loaded, config.data)
     model.origin.files = {**model.origin.files, **files}
-    tokens, saved = {}, model.origin.config
+    model.origin.config = folder_config(config, model, start, coder, loaded.classes)
+    ended(model.origin, loaded.notes.get("ends", []))
+    texts = label_notices(own, loaded)
+    if spelt := dict.fromkeys(loaded.notes.get("spelt", [])):
+        names = f"{', '.join(spelt):.200}"
+        texts.append(
+            f"messages spell {names}, special tokens; there they are learned as plain text"
+        )
+    texts += notices(config, model, coder)
+    stored = next(model.parameters()).dtype
+    model = fast.masters(config.learning(model, device))
+    tally = Tally() if config.task == "prefer" else None
+    if tally is not None and without_dropout(model):
+        texts.append("preferences are learned without dropout: what is compared has none")
+    objective = objective_of(config, model, coder, tally)
+    feed = config.fed(loaded.feed, marks(coder))
+    trainer = Trainer(
+        model,
+        feed,
+        objective,
+        config.train,
+        *kept_in(folder / "checkpoints", model, keep, config.adapt.low_rank),
+        measure=measuring(config, objective, feed, loaded.classes, coder, tally),
+        team=team,
+        tally=tally,
+    )
+    return trainer, loaded.classes, texts + type_notices(config, model, stored)
+
+
+def folder_config(
+    config: Config, model: Any, start: Any, coder: Coder | None, classes: list[str]
+) -> dict[str, Any]:
+    """What config.json of the saved folders says beside the model's shape: special tokens, the longest row, labels."""
+    tokens = {}
+    saved = model.origin.config
     if coder is not None:
         # One that the tokenizer lacks is null: a family's own number, which readers take where there
         # is none, would mean another token.
@@ -77,43 +111,36 @@ def assemble(
     length = config.data.length
     if before is not None and length is not None:
         saved[TRAINED] = max(before, length)
-    model.origin.config = {**saved, **labels(loaded.classes)}
-    ended(model.origin, loaded.notes.get("ends", []))
-    texts, small = label_notices(own, loaded), config.adapt.low_rank
-    if spelt := dict.fromkeys(loaded.notes.get("spelt", [])):
-        names = f"{', '.join(spelt):.200}"
-        texts.append(
-            f"messages spell {names}, special tokens; there they are learned as plain text"
-        )
-    texts += notices(config, model, coder)
-    stored = str(next(model.parameters()).dtype)
-    model = fast.masters(config.learning(model, device))
-    objective: Any = config.objective
-    tally = Tally() if config.task == "prefer" else None
-    if tally is not None:
-        if without_dropout(model):
-            texts.append("preferences are learned without dropout: what is compared has none")
-        given = config.prefer.reference or not small
-        reference = reference_of(config, model, coder) if given else None
-        objective = partial(objective, reference=reference, tally=tally)
+    return {**saved, **labels(classes)}
+
+
+def objective_of(config: Config, model: Any, coder: Coder | None, tally: Tally | None) -> Objective:
+    """What is minimised; of preferences with what they are compared with, and a tally of the rewards."""
+    if tally is None:
+        return config.objective
+    given = config.prefer.reference or not config.adapt.low_rank
+    reference = reference_of(config, model, coder) if given else None
+    return partial(config.objective, reference=reference, tally=tally)
+
+
+def kept_in(
+    folder: Path, model: Any, keep: int, small: bool
+) -> tuple[Checkpoints, Callable[[Path], Any]]:
+    """Where checkpoints are kept, and what reads one: whole models, or `small` ones, adapters alone."""
     # The plan says whether transformers can read the folders.
-    save = save_adapter if small else partial(save_model, tell=False)
-    load = partial(load_adapter, into=model) if small else load_model
-    checkpoints = Checkpoints(folder / "checkpoints", save, keep, partial(written, small=small))
-    feed = config.fed(loaded.feed, marks(coder))
-    measure = measuring(config, objective, feed, loaded.classes, coder, tally)
-    more: Any = {"measure": measure, "team": team, "tally": tally}
-    trainer = Trainer(model, feed, objective, config.train, checkpoints, load, **more)
-    if stored != str(next(model.parameters()).dtype):
-        what = f"the folder's weights are {stored[6:]}; they are"
-        kept = bool(small and model.origin.stored)
-        how = (
-            "computed with in float32, which this CPU multiplies"
-            if kept
-            else "trained and saved in float32"
-        )
-        texts.append(f"{what} {how}")
-    return trainer, loaded.classes, texts
+    save: Callable[..., Any] = save_adapter if small else partial(save_model, tell=False)
+    load: Callable[..., Any] = partial(load_adapter, into=model) if small else load_model
+    return Checkpoints(folder, save, keep, partial(written, small=small)), load
+
+
+def type_notices(config: Config, model: Any, stored: torch.dtype) -> list[str]:
+    """Whether the folder's weights are computed with in another type than they are `stored` in."""
+    if stored == next(model.parameters()).dtype:
+        return []
+    how = "trained and saved in float32"
+    if config.adapt.low_rank and model.origin.stored:
+        how = "computed with in float32, which this CPU multiplies"
+    return [f"the folder's weights are {str(stored).removeprefix('torch.')}; they are {how}"]
 
 
 def reference_of(config: Config, model: Any, coder: Coder | None) -> Any:
@@ -155,7 +182,7 @@ def start_of(config: Config, **how: Any) -> Any:
 def read_data(
     config: Config, start: Any, folder: Path
 ) -> tuple[dict[str, bytes], Coder | None, Loaded]:
-    reads = TASKS[config.task][0]
+    reads = TASKS[config.task].reads
     files = {} if reads == "image" else tokenizer_files(config, start, folder)
     if template := config.data.template_file():
         templates = {} if start is None else needed(Tokenizer.from_files(files, {})).templates
@@ -312,7 +339,7 @@ def tokenizer_files(config: Config, start: Any, folder: Path) -> dict[str, bytes
 
 def texts_of(config: Config) -> Iterator[Text]:
     """All texts of the training data, each side for itself."""
-    roles = text_roles(TASKS[config.task][0], config.data)
+    roles = text_roles(TASKS[config.task].reads, config.data)
     for record in records(config.data.source(), roles, long=True):
         for role in roles:
             value = record[role]

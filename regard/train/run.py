@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -86,20 +87,22 @@ def train(
     callbacks: Sequence[Callback] = (),
     stop: Callable[[], bool] = lambda: False,
 ) -> RunResult:
-    """Train as `regard train` does. `config` is a TOML file, its tables, a RunConfig, or with
-    `resume` a run's folder; `folder` the run's, by default runs/ and the file's name; `changes`
-    settings by dotted names: {"train.optim.lr": 3e-4}.
+    """Train as `regard train` does, and give back how it ended.
 
-    `resume` goes on from the newest sound checkpoint, `overwrite` starts anew in a folder that has
-    a run, `smoke` makes three steps, in runs/NAME-smoke unless `folder` is said. `keep` checkpoints
-    stay beside the best. `force` starts although memory or disk will not do. `stop` is asked after
-    each step; then the run saves and ends."""
+    `config` is a TOML file, its tables, a RunConfig, or with `resume` a run's folder. `folder` is the run's, by default
+    runs/ and the file's name. `changes` are settings by dotted names: {"train.optim.lr": 3e-4}.
+
+    `resume` goes on from the newest sound checkpoint, `overwrite` starts anew in a folder that has a run, `smoke` makes
+    three steps, in runs/NAME-smoke unless `folder` is said. `keep` checkpoints stay beside the best. `device` is auto,
+    cpu, cuda or cuda:N; `log_to` names trackers. `force` starts although memory or disk will not do. Each of
+    `callbacks` is called with every event. `stop` is asked after each step; if it says so, the run saves and ends."""
     if resume and overwrite:
         raise UsageError("resume goes on with a run, overwrite removes it; leave one of them out")
     path, home = _places(config, folder, resume)
     # A try must not stand in the way of the run itself, nor of the next try.
     if smoke and folder is None and not resume:
-        home, overwrite = home.with_name(f"{home.name}-smoke"), True
+        home = home.with_name(f"{home.name}-smoke")
+        overwrite = True
     # Options that are not said are as in the run that goes on.
     before = read_run(home).get("options", {}) if resume else {}
     options: dict[str, Any] = {
@@ -108,11 +111,34 @@ def train(
         "log_to": list(log_to) or before.get("log_to", []),
     }
     changes = dict(changes or {})
+    settings = _settings(config, path, changes, smoke)
+    chosen, _ = pick_device(options["device"])
+    with ExitStack() as stack:
+        team = stack.enter_context(team_of(settings.train.parallel, chosen))
+        team.once(lambda: _claim(settings, home, resume, overwrite, stack))
+        device_here = team.device(chosen)
+        trainer, classes, notices = assemble(settings, home, device_here, options["keep"], team)
+        # Now the steps of its epochs are known.
+        settings = replace(settings, train=trainer.config)
+        begin: dict[str, Any] = {"notices": notices}
+        if resume:
+            begin["resumed"] = _go_on(trainer, callbacks)
+        if team.rank:
+            return _result(trainer.run(stop), trainer, home, {})
+        if not force and (why := refusal(settings, trainer, trainer.checkpoints.keep)):
+            raise Fault(f"{why}; force=True (--force) tries it anyway", ENVIRONMENT)
+        info = run_info(settings, trainer, home, options, resume)
+        info |= {"command": _command(path, folder, changes), "changes": changes, "classes": classes}
+        return _run(trainer, settings, home, info, begin, callbacks, stop)
+
+
+def _settings(config: Any, path: Path | None, changes: dict[str, Any], smoke: bool) -> RunConfig:
+    """The settings of a run, checked; `path` is the config's file, if it is one."""
     with blaming(2):
         if path is not None:
             settings = read(path, changes)
         elif not isinstance(config, RunConfig):
-            settings = configure(config, changes)  # type: ignore[arg-type]
+            settings = configure(config, changes)
         elif changes:
             raise UsageError(
                 "a RunConfig is taken as it is; give its tables as a dict to change some"
@@ -121,26 +147,10 @@ def train(
             settings = config
     with blaming(2, files=DATA):
         check(settings)
-    if smoke:
-        short: dict[str, Any] = {"steps": 3, "epochs": None, "save": 1, "evaluate": 3}
-        few = replace(settings.train, **short, schedule=Schedule("constant"))
-        settings = replace(settings, train=few)
-    chosen, _ = pick_device(options["device"])
-    with ExitStack() as stack:
-        team = stack.enter_context(team_of(settings.train.parallel, chosen))
-        team.once(lambda: _claim(settings, home, resume, overwrite, stack))
-        place, kept = team.device(chosen), options["keep"]
-        trainer, classes, notices = assemble(settings, home, place, kept, team)
-        # Now the steps of its epochs are known.
-        settings = replace(settings, train=trainer.config)
-        begin = {"notices": notices, **({"resumed": _go_on(trainer, callbacks)} if resume else {})}
-        if team.rank:
-            return _result(trainer.run(stop), trainer, home, {})
-        if not force and (why := refusal(settings, trainer, trainer.checkpoints.keep)):
-            raise Fault(f"{why}; force=True (--force) tries it anyway", ENVIRONMENT)
-        info = run_info(settings, trainer, home, options, resume)
-        info |= {"command": _command(path, folder, changes), "changes": changes, "classes": classes}
-        return _run(trainer, settings, home, info, begin, callbacks, stop)
+    if not smoke:
+        return settings
+    short: dict[str, Any] = {"steps": 3, "epochs": None, "save": 1, "evaluate": 3}
+    return replace(settings, train=replace(settings.train, **short, schedule=Schedule("constant")))
 
 
 def _places(config: Any, folder: str | Path | None, resume: bool) -> tuple[Path | None, Path]:
@@ -212,7 +222,7 @@ def _run(
     stop: Callable[[], bool],
 ) -> RunResult:
     """Run the trainer, and write down how it went."""
-    start = time.monotonic()
+    record = partial(_record, trainer, folder, info, time.monotonic())
     listeners: list[Callback] = [*tracker(info["options"]["log_to"], folder, info), *callbacks]
     write_whole(folder / "config.toml", as_toml(config))
     figures: dict[str, float] = {}
@@ -221,20 +231,6 @@ def _run(
         if event["kind"] == "evaluation":
             figures.clear()
             figures.update({n: x for n, x in event.items() if isinstance(x, float)})
-
-    def record(status: str) -> None:
-        at = trainer.at
-        now_is = {
-            "status": status,
-            "step": at.step,
-            "best": None if at.best is None else {"step": at.best, "value": at.best_value},
-            "ended": None if status == "running" else now(),
-            "seconds": round(info["seconds"] + time.monotonic() - start, 2),
-            "memory": peak_memory(trainer.device),
-        }
-        text = json.dumps({**info, **now_is}, indent=1, ensure_ascii=False, default=str)
-        # With room for what is known at the end: it is written, whatever is left on the disk.
-        write_over(folder / "run.json", text + "\n" + " " * (ROOM if status == "running" else 0))
 
     how = f"{trainer.device.type} {config.train.precision}, seed {config.train.seed}"
     about = f"{trainer.feed.describe()}; {how}, {folder}"
@@ -265,6 +261,24 @@ def _run(
         for listener in listeners:
             listener({"kind": "end", "step": trainer.at.step, "status": status})
     return _result(status, trainer, folder, figures)
+
+
+def _record(
+    trainer: Trainer, folder: Path, info: dict[str, Any], start: float, status: str
+) -> None:
+    """Write run.json: how the run stands, which began at the time `start`."""
+    at = trainer.at
+    state = {
+        "status": status,
+        "step": at.step,
+        "best": None if at.best is None else {"step": at.best, "value": at.best_value},
+        "ended": None if status == "running" else now(),
+        "seconds": round(info["seconds"] + time.monotonic() - start, 2),
+        "memory": peak_memory(trainer.device),
+    }
+    text = json.dumps({**info, **state}, indent=1, ensure_ascii=False, default=str)
+    # With room for what is known at the end: it is written, whatever is left on the disk.
+    write_over(folder / "run.json", text + "\n" + " " * (ROOM if status == "running" else 0))
 
 
 def _result(status: str, trainer: Trainer, folder: Path, metrics: dict[str, float]) -> RunResult:
