@@ -74,7 +74,7 @@ def assemble(
     texts += notices(config, model, coder)
     stored = next(model.parameters()).dtype
     model = fast.masters(config.learning(model, device))
-    tally = Tally() if config.task == "prefer" else None
+    tally = Tally() if TASKS[config.task].compared else None
     if tally is not None and without_dropout(model):
         texts.append("preferences are learned without dropout: what is compared has none")
     objective = objective_of(config, model, coder, tally)
@@ -376,7 +376,7 @@ def notices(config: Config, model: Any, coder: Coder | None = None) -> list[str]
 def tell_marks(task: str, template: str, coder: Coder | None) -> list[str]:
     """Which marks a chat template writes that the tokenizer lacks, if any."""
     with suppress(UsageError):  # of a template that wants other messages
-        if coder is not None and (task == "chat" or template):
+        if coder is not None and (TASKS[task].reads == "chat" or template):
             lost = ", ".join(strange_marks(coder.tokenizer))
             why = "for which the tokenizer has no token: they are read as plain text, or as unknown"
             how = "data.template can name one with marks that it has"

@@ -28,7 +28,6 @@ from regard.files import nearby
 from regard.layers import LMHead
 from regard.models import Model
 from regard.models.adapt import LoRA, body_linears, chooses, inject, quantize
-from regard.train.index_losses import indexers
 from regard.train.losses import NONE, Smoothing
 from regard.train.measure import suited
 from regard.train.objectives import DPO, Prefer
@@ -89,7 +88,7 @@ class Config:
         task = TASKS[self.task]
         if self.smoothing != NONE and not task.smoothed:
             raise UsageError(f"label smoothing is not used by the task {self.task}; leave it out")
-        if self.prefer != DPO and self.task != "prefer":
+        if self.prefer != DPO and not task.compared:
             raise UsageError(f"[prefer] is not used by the task {self.task}; leave it out")
         known = getattr(task.corruption, "__dataclass_fields__", {})
         if unused := [name for name in self.noise.given if name not in known]:
@@ -111,10 +110,12 @@ class Config:
 
     @property
     def objective(self) -> Objective:
-        loss = TASKS[self.task].objective
-        if self.task == "prefer":
-            return partial(loss, how=self.prefer)
-        return loss if self.smoothing == NONE else partial(loss, smoothing=self.smoothing)
+        task = TASKS[self.task]
+        if task.compared:
+            return partial(task.objective, how=self.prefer)
+        if self.smoothing == NONE:
+            return task.objective
+        return partial(task.objective, smoothing=self.smoothing)
 
     def learning(
         self,
@@ -130,7 +131,8 @@ class Config:
         if self.adapt.method == "qlora":
             quantize(model, device)
         model = model.to(device=device)
-        return indexers(model) if self.task == "dense_index" else adapted(model, self.adapt)
+        leaves = TASKS[self.task].leaves
+        return adapted(model, self.adapt) if leaves is None else leaves(model)
 
     def fed(self, feed: Feed, marks: Marks | None) -> Feed:
         """The feed as the task wants it."""

@@ -29,11 +29,11 @@ from regard.models import Model
 from regard.models.embedding import Tokens, context
 from regard.text import Tokenizer, needed
 from regard.train.objectives import REWARDS, Tally, label_logits, padding
-from regard.train.tasks import TASKS
+from regard.train.tasks import TASKS, Task
 
+# Kinds of data whose answers are labels, and whose answers are texts.
 LABELLED, WRITING = ("classify", "image", "tag", "answer"), ("seq2seq", "caption")
 ROWS = {"cpu": 64, "cuda": 256}  # sources that are decoded at once
-CONTINUED = ("lm", "chat")  # samples go on with a text
 PROMPT, NEW, TEMPERATURE = 16, 48, 0.8  # of the samples of a language model
 Sample = dict[str, str]
 Span = tuple[int, int]  # first and last token
@@ -77,12 +77,13 @@ def measure(
     file's own text.) `precision` is that of losses and labels; decoding runs in the weights' own. `between` is called
     before each batch and each sample: what it raises ends the measuring. `tally`: the objective's, of its rewards."""
     names, where = suited(metrics, task), next(model.parameters()).device
-    losses = {"loss": objective, "perplexity": TASKS[task].objective}
+    row = TASKS[task]
+    losses = {"loss": objective, "perplexity": row.objective}
     totals = {losses[name]: [0.0, 0.0] for name in names if name in losses}
-    textual = [name for name in names if task in WRITING and name not in losses]
+    textual = [name for name in names if row.reads in WRITING and name not in losses]
     if textual:
         needed(tokenizer)
-    taken = Taken(task, None if textual else samples)
+    taken = Taken(row, None if textual else samples)
     drawn = torch.random.fork_rng(devices=[where] if where.type == "cuda" else [])
     with drawn, evaluation(list(model.modules())):
         for given in feed.evaluation():
@@ -92,15 +93,15 @@ def measure(
                 for loss, total in totals.items():
                     part, count = loss(heard, batch)
                     total[:] = total[0] + float(part), total[1] + int(count)
-                logits = label_logits(heard, batch) if task in LABELLED else None
+                logits = label_logits(heard, batch) if row.reads in LABELLED else None
             taken.add(given, logits)
         if not taken.batches:
             raise UsageError("nothing is held out to be measured; name valid files, or held = 0.1")
-        if task in LABELLED:
+        if row.reads in LABELLED:
             shown = [
                 _labelled(taken, i, tokenizer, classes) for i in spread(len(taken.read), samples)
             ]
-            values, signatures = label_scores(task, taken.predicted, taken.wanted, classes)
+            values, signatures = label_scores(row.reads, taken.predicted, taken.wanted, classes)
         else:
             texts = _said(model, taken, tokenizer, None if textual else samples, between)
             shown = [texts[i] for i in spread(len(texts), samples)]
@@ -148,8 +149,9 @@ class Taken:
     their number; of others `pairs` (source or picture, target) or (beginning of a text, nothing). `few`: that
     many of each batch are enough to show."""
 
-    def __init__(self, task: str, few: int | None):
-        self.task, self.few, self.batches = task, few, 0
+    def __init__(self, task: Task, few: int | None):
+        self.task, self.few = task, few
+        self.batches = 0
         self.predicted: list[Any] = []
         self.wanted: list[Any] = []
         self.read: list[tuple[int, list[int]]] = []
@@ -165,7 +167,7 @@ class Taken:
                 x, labels = batch.source[i], batch.labels[i]
                 source = _real(batch.source, batch.source_lengths, i) if x.dim() == 1 else x
                 self.pairs.append((source, labels[labels != IGNORE].tolist()))
-        elif self.task in CONTINUED:
+        elif self.task.continued:
             for i in rows[: self.few]:
                 ids = _real(batch.ids, batch.lengths, i)
                 if batch.doc is not None:
@@ -173,17 +175,17 @@ class Taken:
                 # At most half of the row's first document; of a chat, up to the first answer.
                 asked = [*(batch.labels[i, : len(ids)] != IGNORE).tolist(), True].index(True) + 1
                 half = min(PROMPT, max(len(ids) // 2, 1))
-                self.pairs.append((ids[: asked if self.task == "chat" else half], []))
+                self.pairs.append((ids[: asked if self.task.reads == "chat" else half], []))
 
     def _label(self, batch: Batch, logits: Tensor) -> None:
         counted = batch.labels != IGNORE
-        best = _spans(logits, batch.lengths) if self.task == "answer" else logits.argmax(-1)
+        best = _spans(logits, batch.lengths) if self.task.reads == "answer" else logits.argmax(-1)
         counts = counted if counted.dim() == 1 else counted.any(-1)
         for k, i in enumerate(counts.nonzero()[:, 0].tolist()):
             if self.few is None or k < self.few:
-                ids = [] if self.task == "image" else _real(batch.ids, batch.lengths, i)
+                ids = [] if self.task.reads == "image" else _real(batch.ids, batch.lengths, i)
                 self.read.append((len(self.predicted), ids))
-            here = counted[i] if self.task == "tag" else ...
+            here = counted[i] if self.task.reads == "tag" else ...
             for side, x in ((self.predicted, best), (self.wanted, batch.labels)):
                 label = x[i][here].tolist()
                 side.append(tuple(label) if isinstance(label, list) else label)
@@ -261,7 +263,7 @@ def _said(
     pairs = [taken.pairs[i] for i in spread(len(taken.pairs), few)]
     if tokenizer is None or not pairs:
         return []
-    if taken.task in CONTINUED:
+    if taken.task.continued:
         return [_continued(model, ids, tokenizer, between) for ids, _ in pairs]
     texts = translations(model, [source for source, _ in pairs], between=between)
     sides = ([[] if isinstance(a, Tensor) else a for a, _ in pairs], texts, [c for _, c in pairs])
@@ -293,7 +295,7 @@ def _labelled(taken: Taken, k: int, tokenizer: Tokenizer | None, classes: Sequen
     number, ids = taken.read[k]
 
     def text(label: Any) -> str:
-        if taken.task == "answer":
+        if taken.task.reads == "answer":
             return tokenizer.decode(ids[label[0] : label[1] + 1]) if tokenizer else str(label)
         labels = label if isinstance(label, tuple) else (label,)
         return " ".join(classes[i] if i < len(classes) else str(i) for i in labels)
@@ -362,20 +364,20 @@ def perplexity(loss: float) -> float:
 
 
 def label_scores(
-    task: str, predicted: Sequence[Any], wanted: Sequence[Any], classes: Sequence[str]
+    kind: str, predicted: Sequence[Any], wanted: Sequence[Any], classes: Sequence[str]
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Values by name of all that suits the task, and which F1 it is. An example has one label (classify, image), a
+    """Values by name of all that suits the kind, and which F1 it is. An example has one label (classify, image), a
     list of them (tag) or a span (answer); labels are numbers of classes."""
-    if task == "answer":
-        f1, kind = overlap_f1(predicted, wanted), "mean over answers, in tokens"
-        return {"exact": share(predicted, wanted), "f1": f1}, {"f1": kind}
-    each = [list(chain(*side)) if task == "tag" else side for side in (predicted, wanted)]
-    if task == "tag" and marks_spans(classes):
+    if kind == "answer":
+        f1 = overlap_f1(predicted, wanted)
+        return {"exact": share(predicted, wanted), "f1": f1}, {"f1": "mean over answers, in tokens"}
+    each = [list(chain(*side)) if kind == "tag" else side for side in (predicted, wanted)]
+    if kind == "tag" and marks_spans(classes):
         rows = [[[classes[i] for i in row] for row in side] for side in (predicted, wanted)]
-        f1, kind = span_f1(*rows), "spans of B- and I- tags, all together"
+        f1, how = span_f1(*rows), "spans of B- and I- tags, all together"
     else:
-        f1, kind = macro_f1(*each), "macro, mean over classes"
-    return {"accuracy": share(*each), "f1": f1}, {"f1": kind}
+        f1, how = macro_f1(*each), "macro, mean over classes"
+    return {"accuracy": share(*each), "f1": f1}, {"f1": how}
 
 
 def share(predicted: Sequence[Hashable], wanted: Sequence[Hashable]) -> float:

@@ -26,8 +26,10 @@ class Task(NamedTuple):
     `metrics`: those of an evaluation, the best model's first; `other_metrics` suit too.
     `head`: for so many classes; None: words are predicted. `recipe`: settings of a tokenizer that is
     learned for it. `corruption`: of its text, made of the tokenizer's Marks and a config's [noise].
-    `packed`: whole documents may share a row; `smoothed`: labels may be smoothed; `indexed`: it
-    trains the indexers of sparse attention."""
+    `packed`: whole documents may share a row; `smoothed`: labels may be smoothed; `compared`: its
+    objective takes [prefer], a reference model and a tally of rewards; `continued`: samples go on
+    with a text; `indexed`: it trains the indexers of sparse attention; `leaves`: freezes the rest of
+    a model, where a task trains a part of it alone."""
 
     reads: str
     objective: Callable[..., tuple[Tensor, Tensor]]
@@ -41,7 +43,10 @@ class Task(NamedTuple):
     corruption: Callable[..., Corruption] | None = None
     packed: bool = False
     smoothed: bool = True
+    compared: bool = False
+    continued: bool = False
     indexed: bool = False
+    leaves: Callable[[Any], Any] | None = None
 
 
 # Kinds of model, and presets to name instead of others.
@@ -70,11 +75,11 @@ _SAID |= {"other_metrics": ("bleu", "bleu_lc", "chrf", "exact")}
 _SPAN: dict[str, Any] = {"metrics": ("exact", "f1", "loss"), "head": lambda classes: Answer()}
 _INDEX = {**_LM, "metrics": ("loss",), "indexed": True}
 TASKS: dict[str, Task] = {
-    "lm": Task("lm", objectives.causal, *_TEXT, **_LM),
+    "lm": Task("lm", objectives.causal, *_TEXT, **_LM, continued=True),
     # Of conversations, what the assistant says.
-    "chat": Task("chat", objectives.causal, *_TEXT, **{**_LM, "recipe": _CHATML}),
+    "chat": Task("chat", objectives.causal, *_TEXT, **{**_LM, "recipe": _CHATML}, continued=True),
     # Of two answers, that the better one is likelier.
-    "prefer": Task("prefer", objectives.prefer, *_GPT, **_PREFER),
+    "prefer": Task("prefer", objectives.prefer, *_GPT, **_PREFER, compared=True),
     "prefix": Task("lm", objectives.prefix, *_GPT, **_PREFIX),
     "mlm": Task("mlm", objectives.masked, *_BERT, **_MLM),
     "spans": Task("mlm", objectives.seq2seq, *_PAIR, recipe=_SPANS, corruption=Spans),
@@ -86,6 +91,13 @@ TASKS: dict[str, Task] = {
     "image": Task("image", objectives.classify, *_VIT, metrics=_CLASSES, head=Classify),
     "caption": Task("caption", objectives.seq2seq, ("captioner",), "captioner", **_SAID),
     # The two stages of sparse attention's indexer.
-    "dense_index": Task("lm", index_losses.dense_index, *_DSA, smoothed=False, **_INDEX),
+    "dense_index": Task(
+        "lm",
+        index_losses.dense_index,
+        *_DSA,
+        smoothed=False,
+        leaves=index_losses.indexers,
+        **_INDEX,
+    ),
     "sparse_index": Task("lm", index_losses.sparse_index, *_DSA, **_INDEX),
 }
