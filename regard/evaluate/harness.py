@@ -30,9 +30,9 @@ ARGUMENTS = ("pretrained", "device", "dtype", "quantize", "batch_size", "max_len
 
 def main(arguments: Sequence[str]) -> None:
     """lm-eval's own command line; the model is ours where none is named."""
-    said = {text.partition("=")[0] for text in arguments}
+    given = {text.partition("=")[0] for text in arguments}
     other = {"ls", "validate", "--model", "-M", "--config", "-C", "--help", "-h"}
-    sys.argv = ["regard lm-eval", *arguments, *([] if said & other else ["--model", "regard"])]
+    sys.argv = ["regard lm-eval", *arguments, *([] if given & other else ["--model", "regard"])]
     cli_evaluate()
 
 
@@ -111,7 +111,8 @@ class Regard(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Of each continuation behind its context: the sum of its tokens' log probabilities, and whether each of them
         is the most probable. Contexts that are too long lose their beginning."""
-        answers, place = [(0.0, True)] * len(requests), next(self.model.parameters()).device
+        answers = [(0.0, True)] * len(requests)
+        place = next(self.model.parameters()).device
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1] + requests[i][2]))
         for start in range(0, len(order), self.rows):
             numbers = order[start : start + self.rows]
@@ -143,7 +144,8 @@ class Regard(TemplateLM):
         texts = [""] * len(requests)
         for numbers in groups.values():
             asked: Any = normalize_gen_kwargs(requests[numbers[0]].args[1])
-            stop, most = [t for t in asked.pop("until", []) if t], asked.pop("max_gen_toks")
+            stop = [text for text in asked.pop("until", []) if text]
+            most = asked.pop("max_gen_toks")
             if not asked.pop("do_sample", False):
                 asked["temperature"] = 0.0
             if most >= self.max_length:

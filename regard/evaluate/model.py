@@ -136,7 +136,8 @@ class Opened:
         packed already. A prompt that leaves no room is refused later."""
         if "model" in self.__dict__ or not self.packs:
             return ""
-        plain, longest = self.plain, getattr(self.plain.config, "max_len", None)
+        plain = self.plain
+        longest = getattr(plain.config, "max_len", None)
         given = needed(self.tokenizer).encode(prompt) if isinstance(prompt, str) else prompt
         if longest is not None and len(given) >= longest:
             return ""
@@ -145,7 +146,8 @@ class Opened:
         place = next(plain.parameters()).device
         what, source, ids = "the prompt", None, given
         if plain.reads_source:
-            what, source = "the plain model's answer", torch.as_tensor(given, device=place)[None]
+            what = "the plain model's answer"
+            source = torch.as_tensor(given, device=place)[None]
             start = special_of(plain).start or 0
             how: Any = {"max_new_tokens": 32, **GREEDY}
             ids = [start, *generate(plain, [given], **how)[0].ids]
@@ -325,12 +327,12 @@ class Embedder:
         return each
 
 
-def _pooling(said: bytes | None, asked: str) -> str:
+def _pooling(stored: bytes | None, asked: str) -> str:
     check_choice("pooling", asked, ("auto", *POOLINGS.values()))
-    if asked != "auto" or said is None:
+    if asked != "auto" or stored is None:
         return asked
     with blaming(DATA):
-        modes = json_object(said, POOLING).items()
+        modes = json_object(stored, POOLING).items()
     on = [key for key, value in modes if key.startswith("pooling_mode") and value is True]
     if len(on) != 1 or on[0] not in POOLINGS:
         why = f"{POOLING} says {' and '.join(on) or 'nothing'}, known are {' or '.join(POOLINGS)}"
@@ -357,7 +359,8 @@ def embedded(
 def grouped(rows: Sequence[Tensor], sizes: Sequence[int], places: int) -> Iterator[list[Tensor]]:
     """Rows of so many tokens each, one after the other, as many at a time as lie side by side in so
     many places; one at least, however long."""
-    group, longest = list[Tensor](), 0
+    group: list[Tensor] = []
+    longest = 0
     for row, size in zip(rows, sizes):
         if group and max(longest, size) * (len(group) + 1) > places:
             yield group
@@ -435,7 +438,8 @@ class Filler:
         """Ids of a text that has masks."""
         for mask in MASKS:
             text = text.replace(mask, self.own)
-        ids, limit = torch.tensor(self.coder.tokenizer.encode(text)), context_of(self.model)
+        ids = torch.tensor(self.coder.tokenizer.encode(text))
+        limit = context_of(self.model)
         if not torch.eq(ids, self.mask).any():
             why = f"put {self.own} where a word is to be found"
             raise UsageError(f"the text has no mask; {why}")
@@ -486,7 +490,8 @@ def answer(
     (asked,), ((ids, places),) = coder.encode([question]), coder.located([context])
     if not asked or not ids:
         raise UsageError(f"the {'context' if asked else 'question'} is empty; give a text")
-    head, limit = [*coder.before, *asked, *coder.between], context_of(net)
+    head = [*coder.before, *asked, *coder.between]
+    limit = context_of(net)
     room = len(ids) if limit is None else limit - len(head) - len(coder.after)
     if room < 2 and limit is not None:
         why = f"the question has {len(asked):,} tokens, the model's context is {limit:,}"

@@ -157,7 +157,8 @@ def ranks(values: np.ndarray) -> np.ndarray:
 def task_of(model: Model) -> str:
     """What a model was made for, by its kind and its head."""
     # A recurrent network has no setting for its head, which is always that of a language model.
-    head, pictures = getattr(model.config, "head", LM()), opening.patches_of(model) is not None
+    head = getattr(model.config, "head", LM())
+    pictures = opening.patches_of(model) is not None
     if model.reads_source:
         return "caption" if pictures else "seq2seq"
     if isinstance(head, Classify):
@@ -279,7 +280,8 @@ class Judge:
             raise UsageError(f"name the file that the shots come from {how}")
         pool = pairs(replace(self.data, **there).source()) if shots.count else []
         assert self.coder is not None
-        longest, asked = measuring.context_of(self.model), pairs(self.data.source())
+        longest = measuring.context_of(self.model)
+        asked = pairs(self.data.source())
         questions = Questions(shots, asked, pool, self.coder, longest)
         self.about = f"{_examples(len(asked))}, {shots.named} each"
         values = {"exact": questions.exact(self.fast)} if "exact" in names else {}
@@ -375,7 +377,8 @@ def _examples(n: int) -> str:
 def by_logits(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """The loss of a quantized model, whose head gives logits but no weights; row by row, for logits
     are large."""
-    total, count = batch.labels.new_zeros((), dtype=torch.float32), (batch.labels != IGNORE).sum()
+    total = batch.labels.new_zeros((), dtype=torch.float32)
+    count = (batch.labels != IGNORE).sum()
     for one in batch.split(len(batch.ids)):
         more = {"source": one.source, "source_lengths": one.source_lengths}
         given = {} if one.source is None else more
@@ -443,10 +446,10 @@ def asking(source: Source) -> Source:
 
 def pairs(source: Source) -> list[Pair]:
     source = asking(source)
-    found = [(r["source"], r["target"]) for r in records(source, ("source", "target"))]
-    if wrong := [i for i, pair in enumerate(found, 1) if not all(isinstance(x, str) for x in pair)]:
+    both = [(r["source"], r["target"]) for r in records(source, ("source", "target"))]
+    if wrong := [i for i, pair in enumerate(both, 1) if not all(isinstance(x, str) for x in pair)]:
         raise Fault(f"example {wrong[0]}: source and target must be text", DATA)
-    return found
+    return both
 
 
 class Questions:

@@ -116,11 +116,12 @@ def folder_config(
 
 def objective_of(config: Config, model: Any, coder: Coder | None, tally: Tally | None) -> Objective:
     """What is minimised; of preferences with what they are compared with, and a tally of the rewards."""
+    objective: Any = config.objective
     if tally is None:
-        return config.objective
+        return objective
     given = config.prefer.reference or not config.adapt.low_rank
     reference = reference_of(config, model, coder) if given else None
-    return partial(config.objective, reference=reference, tally=tally)
+    return partial(objective, reference=reference, tally=tally)
 
 
 def kept_in(
@@ -194,8 +195,8 @@ def read_data(
         coder = Coder(needed(Tokenizer.from_files(files, {}))) if files else None
     if start is not None:
         check_suits(config.task, start, coder)
-    own, home = own_labels(config.task, start), folder / "data"
-    loaded = load_data(reads, config.data, coder, home, config.train.seed, own)
+    own = own_labels(config.task, start)
+    loaded = load_data(reads, config.data, coder, folder / "data", config.train.seed, own)
     return files, coder, loaded
 
 
@@ -221,7 +222,8 @@ def make_model(config: Config, start: Any, coder: Coder | None, classes: list[st
 
 def own_labels(task: str, model: Any) -> list[str]:
     """The labels that a model's head has already, in its order; [] where the task needs a new head."""
-    make, head = TASKS[task].head, getattr(getattr(model, "config", None), "head", None)
+    make = TASKS[task].head
+    head = getattr(getattr(model, "config", None), "head", None)
     if make is None or not isinstance(head, Classify | Tag) or type(head) is not type(make(1)):
         return []
     return class_names(model)
@@ -282,7 +284,8 @@ def fresh(config: Config, vocab: int, device: str | None = None) -> Any:
 def written(model: Any, small: bool) -> int:
     """Bytes of the folder that the model is saved to: its weights, or an adapter's, and what goes
     along."""
-    origin, learned = model.origin, (p for p in model.parameters() if p.requires_grad)
+    origin = model.origin
+    learned = (p for p in model.parameters() if p.requires_grad)
     weights = sum(p.nbytes for p in learned) if small else whole(model)
     carried = 0 if small else sum(x.nbytes for x in origin.tensors.values())
     return weights + carried + sum(map(len, origin.files.values()))
@@ -412,7 +415,8 @@ def check_suits(task: str, model: Any, coder: Coder | None, trained: bool = True
     """Refuse a model that the task is not for, or that has fewer tokens than the tokenizer; `trained`: it came with its
     weights."""
     row = TASKS[task]
-    kind, head = kind_of(model), getattr(model.config, "head", None)
+    kind = kind_of(model)
+    head = getattr(model.config, "head", None)
     if kind not in row.models:
         raise UsageError(
             f"the task {task} is for {' or '.join(_a(k) for k in row.models)}, and [model] is {_a(kind)}; say preset = "

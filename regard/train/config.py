@@ -353,10 +353,10 @@ def rooted(config: Config) -> Config:
 
 def as_toml(config: Config) -> str:
     """Every setting of a run as a file that can be trained from anywhere."""
-    said = to_dict(rooted(config))
+    tables = to_dict(rooted(config))
     if config.train.epochs is not None:
-        del said["train"]["steps"]
-    return f"# regard {VERSION}: the settings of this run\n{toml(said)}\n"
+        del tables["train"]["steps"]
+    return f"# regard {VERSION}: the settings of this run\n{toml(tables)}\n"
 
 
 def toml(config: Mapping[str, Any]) -> str:

@@ -128,7 +128,8 @@ class Seen:
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms, where: Spread
     ) -> None:
         """A sparse call, a run of queries with the keys chosen for each: zero but for the choice."""
-        (b, n, _), (_, s) = where.chosen.shape, where.size
+        b, n, _ = where.chosen.shape
+        _, s = where.size
         a = weights(q, k, mask, terms)[..., terms.sinks :].sum(1)  # bn 1 k
         self.target.append(a.new_zeros(b, n, s).scatter(-1, where.chosen, a.view(b, n, -1)))
 

@@ -126,7 +126,8 @@ def head_loss(
     device = hidden.device.type
     narrow = torch.is_autocast_enabled(device)
     hidden = hidden.to(torch.get_autocast_dtype(device)) if narrow else hidden
-    smoothing, labels = smoothing or NONE, labels.flatten()
+    smoothing = smoothing or NONE
+    labels = labels.flatten()
     train = torch.is_grad_enabled()
     loss = _Chunks.apply(hidden.flatten(0, -2), weight, bias, labels, smoothing, train, cap)
     return loss, smoothing.counted(labels).sum()
@@ -148,13 +149,15 @@ class _Chunks(torch.autograd.Function):
     ) -> Tensor:
         needs = [train and need for need in ctx.needs_input_grad[:3]]
         total = torch.promote_types(weight.dtype, torch.float32)
-        counted, ctx.shape, ctx.rows = smoothing.counted(labels), h.shape, None
+        counted = smoothing.counted(labels)
+        ctx.shape, ctx.rows = h.shape, None
         if h.device.type == "cpu" and not counted.all():  # on a GPU, looking would mean waiting
             ctx.rows = counted.nonzero()[:, 0]
             h, labels, counted = h[ctx.rows], labels[ctx.rows], counted[ctx.rows]
         loss = h.new_zeros((), dtype=total)
         with torch.autocast(h.device.type, enabled=False):
-            w, b = weight.to(h.dtype), None if bias is None else bias.to(h.dtype)
+            w = weight.to(h.dtype)
+            b = None if bias is None else bias.to(h.dtype)
             # Rows of zeros up to a multiple of ALIGN.
             lacking = -len(w) % ALIGN.get(w.device.type, 1)
             w = F.pad(w, (0, 0, 0, lacking)) if lacking else w
@@ -166,7 +169,8 @@ class _Chunks(torch.autograd.Function):
             vocab = len(weight)
             q = smoothing.top(vocab), smoothing.share(vocab), smoothing.padding
             for i in range(0, len(h), size):
-                x, here = h[i : i + size], slice(i, i + size)
+                here = slice(i, i + size)
+                x = h[here]
                 g = torch.mm(x, w.t(), out=room[: len(x)])
                 real = g[:, :vocab]  # what is beyond is 0 and stays so
                 real = real if b is None else real.add_(b)

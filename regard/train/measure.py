@@ -76,7 +76,8 @@ def measure(
     greedily and compared with the text of the labels, as the tokenizer writes it. (`regard eval` compares with the
     file's own text.) `precision` is that of losses and labels; decoding runs in the weights' own. `between` is called
     before each batch and each sample: what it raises ends the measuring. `tally`: the objective's, of its rewards."""
-    names, where = suited(metrics, task), next(model.parameters()).device
+    names = suited(metrics, task)
+    where = next(model.parameters()).device
     row = TASKS[task]
     losses = {"loss": objective, "perplexity": row.objective}
     totals = {losses[name]: [0.0, 0.0] for name in names if name in losses}
@@ -400,7 +401,9 @@ def span_f1(predicted: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]])
     right = positive = true = 0
     for a, b in zip(predicted, wanted, strict=True):
         one, other = spans_of(a), spans_of(b)
-        right, positive, true = right + len(one & other), positive + len(one), true + len(other)
+        right += len(one & other)
+        positive += len(one)
+        true += len(other)
     return _f1(right, positive, true)
 
 

@@ -141,7 +141,7 @@ DPO = Prefer()
 
 
 class Tally:
-    """What an objective finds out beside its loss: sums over what it counts, until `means` is asked for."""
+    """Metrics of an objective beside its loss: sums over what it counts, until `means` is called."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
@@ -153,7 +153,8 @@ class Tally:
 
     def means(self, total: Callable[[Tensor], Tensor] = lambda x: x) -> dict[str, float]:
         """The means since the last call, of the `total` over all processes."""
-        sums, self.sums = {name: total(x).item() for name, x in self.sums.items()}, {}
+        sums = {name: total(x).item() for name, x in self.sums.items()}
+        self.sums = {}
         count = max(sums.pop("count", 0), 1)
         return {name: x / count for name, x in sums.items()}
 
@@ -166,7 +167,7 @@ def prefer(
     tally: Tally | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The loss of `Prefer`, summed over pairs, and how many they are. Without a `reference` it is the model with LoRA
-    switched off; where there is no LoRA, none. `tally` is told the rewards, beta times r: of the chosen answers, of
+    switched off; where there is no LoRA, none. `tally` gets the rewards, beta times r: of the chosen answers, of
     the rejected ones, how much larger the former are, and in how many pairs they are larger."""
     assert batch.rejected is not None and batch.rejected_labels is not None
     sides = ((batch.ids, batch.labels), (batch.rejected, batch.rejected_labels))
@@ -185,7 +186,8 @@ def prefer(
             reward = reward / (labels != IGNORE).sum(1).clamp(min=1)
         rewards.append(how.beta * reward)
     chosen, rejected = rewards
-    margin, counted = chosen - rejected, (batch.labels != IGNORE).any(1)
+    margin = chosen - rejected
+    counted = (batch.labels != IGNORE).any(1)
     if tally is not None:
         figures = (margin > 0, margin, chosen, rejected)
         sums = {name: (x * counted).sum() for name, x in zip(REWARDS, figures, strict=True)}
@@ -210,14 +212,16 @@ def answer_logs(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
 def classify(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tensor, Tensor]:
     """- sum over rows of log p(label | text or image), labels (b); or over tokens, labels (b t). An image with a piece
     of another one in it has two classes, weighed by area."""
-    logits, how = label_logits(model, batch), (smoothing.eps, smoothing.over, smoothing.padding)
+    logits = label_logits(model, batch)
+    how = (smoothing.eps, smoothing.over, smoothing.padding)
     if batch.pasted_labels is None or batch.pasted_area is None:
         if not smoothing.eps:
             return masked_lm_loss(logits, batch.labels)
         return smoothed_loss(logits, batch.labels, *how)
     labels = (batch.labels, batch.pasted_labels)
     own, guest = (smooth(y.clamp(min=0), logits.shape[-1], *how) for y in labels)
-    log_p, counted = at_least_float32(logits).log_softmax(-1), batch.labels != IGNORE
+    log_p = at_least_float32(logits).log_softmax(-1)
+    counted = batch.labels != IGNORE
     q = torch.lerp(own, guest, batch.pasted_area[:, None].to(own.dtype)).to(log_p.dtype)
     return -(q * log_p * counted[:, None]).sum(), counted.sum()
 
@@ -246,7 +250,8 @@ def padding(x: Tensor, lengths: Tensor) -> Tensor:
 # --- beside another -----------------------------------------------------------------------------------------------
 
 
-BALANCE = 0.01  # the weight of the balance loss where none is said, as in Switch Transformers
+# The weight of the balance loss where none is set, as in Switch Transformers.
+BALANCE = 0.01
 
 
 def mixtures(model: nn.Module) -> list[MixtureOfExperts]:

@@ -145,14 +145,16 @@ class SingleProcess(AbstractContextManager["SingleProcess"]):
         from torch.distributed import checkpoint as dcp  # slow to import
 
         # Written by any number of processes.
-        reader, tensors = dcp.HuggingFaceStorageReader(str(path / SHARDS)), dict[str, Tensor]()
+        reader = dcp.HuggingFaceStorageReader(str(path / SHARDS))
+        tensors: dict[str, Tensor] = {}
         known: dict[str, Any] = reader.read_metadata().state_dict_metadata
         for key, about in known.items():
-            like, kind = named.get(key.partition(":")[0]), about.properties.dtype
+            like = named.get(key.partition(":")[0])
+            dtype = about.properties.dtype
             if like is not None and like.shape == about.size:
-                tensors[key] = torch.empty_like(like, dtype=kind)
+                tensors[key] = torch.empty_like(like, dtype=dtype)
             else:
-                tensors[key] = torch.empty(about.size, dtype=kind)
+                tensors[key] = torch.empty(about.size, dtype=dtype)
         dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
         return tensors
 
@@ -510,7 +512,9 @@ class Heartbeat:
         self.store.set(self.keys[self.rank], DONE)
 
     def _watch(self) -> None:
-        beats, silent, count = [b""] * len(self.keys), [0] * len(self.keys), 0
+        beats = [b""] * len(self.keys)
+        silent = [0] * len(self.keys)
+        count = 0
         while not self.ended.wait(BEAT):
             count += 1
             try:

@@ -146,7 +146,7 @@ def changes(job: Job, free: int, tunings: Mapping[str, Job] | None = None) -> li
     if fit := [change for change in (*alone, *_shared(job, free)) if change.total <= free]:
         return fit
     starts = [(dict[str, str](), job), *((change.settings, other) for change, other in methods)]
-    return [found for start in starts if (found := _together(*start, free)) is not None][:1]
+    return [many for start in starts if (many := _together(*start, free)) is not None][:1]
 
 
 def _together(settings: dict[str, str], job: Job, free: int) -> Change | None:

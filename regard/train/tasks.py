@@ -73,7 +73,8 @@ _BLEU |= {"other_metrics": ("bleu_lc", "exact"), "recipe": {"task": "seq2seq"}}
 _SAID = {**_BLEU, "metrics": ("loss", "perplexity")}
 _SAID |= {"other_metrics": ("bleu", "bleu_lc", "chrf", "exact")}
 _SPAN: dict[str, Any] = {"metrics": ("exact", "f1", "loss"), "head": lambda classes: Answer()}
-_INDEX = {**_LM, "metrics": ("loss",), "indexed": True}
+_INDEX: dict[str, Any] = {**_LM, "metrics": ("loss",), "indexed": True}
+_WARM_UP: dict[str, Any] = {"smoothed": False, "leaves": index_losses.indexers}
 TASKS: dict[str, Task] = {
     "lm": Task("lm", objectives.causal, *_TEXT, **_LM, continued=True),
     # Of conversations, what the assistant says.
@@ -91,13 +92,6 @@ TASKS: dict[str, Task] = {
     "image": Task("image", objectives.classify, *_VIT, metrics=_CLASSES, head=Classify),
     "caption": Task("caption", objectives.seq2seq, ("captioner",), "captioner", **_SAID),
     # The two stages of sparse attention's indexer.
-    "dense_index": Task(
-        "lm",
-        index_losses.dense_index,
-        *_DSA,
-        smoothed=False,
-        leaves=index_losses.indexers,
-        **_INDEX,
-    ),
+    "dense_index": Task("lm", index_losses.dense_index, *_DSA, **{**_INDEX, **_WARM_UP}),
     "sparse_index": Task("lm", index_losses.sparse_index, *_DSA, **_INDEX),
 }

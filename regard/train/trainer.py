@@ -163,7 +163,8 @@ class Trainer:
         self.model = fast.compiled(model) if config.compile else model
         self.feed, self.config = feed, config
         self.objective = balanced(objective, model, config.balance)
-        self.checkpoints, self.load, self.team = checkpoints, load, team or SingleProcess()
+        self.checkpoints, self.load = checkpoints, load
+        self.team = team or SingleProcess()
         self.measure = measure or self._loss
         self.tally = tally or Tally()
         self.callbacks = list(callbacks)
@@ -248,13 +249,13 @@ class Trainer:
     def _train(self, asked: Callable[[], bool]) -> str:
         c = self.config
         while True:
-            step, end = self.at.step, self.at.step >= c.steps
+            step = self.at.step
             due = step and c.evaluated(min(step, c.steps))
             if due and self.at.evaluated != step and not self._evaluate(asked):
                 return "asked"
             if self.at.waited >= (c.patience or math.inf):
                 return "patience"
-            if end:
+            if step >= c.steps:
                 return "done"
             self.at.step += 1
             # Older versions went back, and left out what was skipped.
@@ -266,7 +267,8 @@ class Trainer:
                 self.save()
 
     def _step(self, step: int) -> None:
-        c, team, start = self.config, self.team, time.perf_counter()
+        start = time.perf_counter()
+        c, team = self.config, self.team
         torch.manual_seed(seed_of(c.seed, step) + team.data_rank)
         batches = self._batch(step - 1).to(self.device).split(c.micro_batches)
         batches = team.even(batches, c.micro_batches)
@@ -275,11 +277,13 @@ class Trainer:
         loss, count = team.total(loss), team.total(count)
         parameters = list(self.optimizer.named.values())
         norm = clip(parameters, c.clip, count)
-        mean, length, tokens = (loss / count.clamp(min=1)).item(), norm.item(), int(count)
-        whole, more = math.isfinite(mean) and math.isfinite(length), self.tally.means(team.total)
+        mean = (loss / count.clamp(min=1)).item()
+        length = norm.item()
+        finite = math.isfinite(mean) and math.isfinite(length)
+        more = self.tally.means(team.total)
         if mixtures(self.model):
-            update_bias(self.model, c.bias_speed if whole else 0.0, team.total)
-        if not whole:
+            update_bias(self.model, c.bias_speed if finite else 0.0, team.total)
+        if not finite:
             self.optimizer.zero()
             self._broken(step, mean, length)
             return
@@ -288,7 +292,7 @@ class Trainer:
         self.optimizer.average(step)
         self.optimizer.zero()
         took = time.perf_counter() - start
-        figures = {"loss": mean, "norm": length, "lr": factor * c.optim.lr, "tokens": tokens}
+        figures = {"loss": mean, "norm": length, "lr": factor * c.optim.lr, "tokens": int(count)}
         self.tell({"kind": "step", "step": step, **figures, **more, "seconds": took})
 
     def _broken(self, step: int, loss: float, norm: float) -> None:
@@ -307,14 +311,16 @@ class Trainer:
         measured = self._figures(asked)
         if measured is None:
             return False
-        (figures, more), self.at.evaluated = measured, self.at.step
+        figures, more = measured
+        self.at.evaluated = self.at.step
         if figures:
             good = self._best(figures)
             self.at.waited = 0 if good else self.at.waited + 1
-            told = {"kind": "evaluation", "step": self.at.step, **figures, "best": good}
-            self.tell({**told, **more})
+            event = {"kind": "evaluation", "step": self.at.step, **figures, "best": good}
+            self.tell({**event, **more})
             if good:
-                self.at.best, self.at.best_value = self.at.step, figures[self.config.metric]
+                self.at.best = self.at.step
+                self.at.best_value = figures[self.config.metric]
                 if self.saved != self.at.step:
                     self.save()
         self._note()
@@ -364,7 +370,8 @@ class Trainer:
             between()
             with fast.precision(self.config.precision, self.device):
                 part, n = self.objective(model, batch.to(self.device))
-            total, count = total + float(part), count + int(n)
+            total += float(part)
+            count += int(n)
         return ({"loss": total / count} if count else {}), {}
 
     def _put(self, weights: dict[str, torch.Tensor]) -> None:
@@ -382,7 +389,8 @@ class Trainer:
         step, files, team = self.at.step, self.checkpoints, self.team
         path = files.path(step)
         with self.optimizer.averaged():
-            tensors, model = self.optimizer.state(), team.full_model(self.model)
+            tensors = self.optimizer.state()
+            model = team.full_model(self.model)
             team.once(lambda: files.check(step, model, tensors))
             rest = team.write(tensors, files.shards(step))
             team.once(lambda: str(files.write(step, model, rest, state)))
