@@ -90,8 +90,9 @@ def evaluate(
 
     `metrics`: loss, perplexity, bleu, bleu_lc, chrf, exact, accuracy, f1; by default those of the
     model's task. `beams` are those of translation. `length`: tokens of a row, by default as in
-    training. Examples that are longer are an error, unless `overlong` is "truncate". `reading`:
-    format, unit, marker, columns, header, size, as in [data].
+    training. Examples that are longer are an error, unless `overlong` is "truncate". `device` is
+    auto, cpu, cuda or cuda:N; `dtype` auto, fp32 or bf16; `quantize`: hold weights in "int8" or
+    "int4". `reading`: format, unit, marker, columns, header, size, as in [data].
 
     `shots`: a language model gets so many examples in the prompt of each question (0: the question alone), of the files
     `shots_from`, or of its run's training data; data has columns source and target then, and exact, loss and perplexity
