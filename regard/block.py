@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from regard.attention import Attention, Context, CrossAttention
 from regard.cache import CacheSpec
-from regard.config import Count, Fraction, Kinds, Whole, settings
+from regard.config import Choice, Count, Excludes, Fraction, Kinds, Whole, settings
 from regard.errors import UsageError
 from regard.layers import MLP, Add, Norm
 from regard.mask import Causal, Full, Mask
@@ -63,6 +63,8 @@ ORDERS: dict[str, Order] = {
     "parallel": Order(parallel=True),
 }
 
+APART = "source and target have no common positions"
+
 
 @settings
 class Tower:
@@ -77,10 +79,15 @@ class Tower:
     layers: Count  # blocks
     attention: Attention | tuple[Attention, ...]  # of each block
     ffn: FeedForwards | tuple[FeedForwards, ...]  # of each block
-    cross: CrossAttention | None = None  # attention to an encoder's states
+    # attention to an encoder's states
+    cross: (
+        Annotated[CrossAttention, Excludes("cross.rope", APART), Excludes("cross.window", APART)]
+        | None
+    ) = None
     memory_dim: Count | None = None  # width of what `cross` attends to; default: dim
     norm: Norm = Norm()  # of each part
-    order: str = "pre"  # where it stands: pre, post, sandwich, inner, parallel
+    # where it stands: pre, post, sandwich, inner, parallel
+    order: Annotated[str, Choice(ORDERS)] = "pre"
     final_norm: bool = True  # one more at the end (pre)
     causal: bool = True  # a token sees those before it alone
     relative: Relative | None = None  # a bias on scores by distance
@@ -97,8 +104,6 @@ class Tower:
     kind: str = "tower"
 
     def __post_init__(self) -> None:
-        if self.order not in ORDERS:
-            raise UsageError(f"order is {self.order!r}; choose one of {', '.join(ORDERS)}")
         if ORDERS[self.order].parallel and self.cross is not None:
             raise UsageError(f"order {self.order!r} has no cross-attention; choose pre or post")
         for name in ("attention", "ffn"):
@@ -106,10 +111,6 @@ class Tower:
             if isinstance(value, tuple) and len(value) != self.layers:
                 given = f"{name} lists {len(value)} layers, layers={self.layers}"
                 raise UsageError(f"{given}; give one, or one per layer")
-        for name in ("rope", "window"):
-            if self.cross is not None and getattr(self.cross, name) is not None:
-                why = "source and target have no common positions"
-                raise UsageError(f"{why}: give cross without {name}")
         if not self.first_norm and (self.order != "pre" or self.blocks is not None):
             raise UsageError("first_norm=False is for order 'pre' and layers that share no block")
         if self.blocks is not None:

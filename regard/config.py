@@ -2,7 +2,7 @@
 
 A config is data: nested frozen dataclasses whose unions are told apart by `kind`. Where a union is open its members
 are the rows of a table (`Kinds`). Nothing is ignored: an unknown key names the nearest known one, a wrong type says
-what was expected, a number outside the range that its field declares says what to give.
+what was expected, a value that breaks a rule which its field declares (`Rule`) says what to give.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, TypeVar
 
-from regard.errors import UsageError, nearest
+from regard.errors import UsageError, check_choice, nearest
 
 T = TypeVar("T")
 # Evaluating them takes longer than all else in reading a config, of which a save reads many.
@@ -29,11 +29,37 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // i for i in small)})
 
 
-# --- ranges of numbers --------------------------------------------------------------------------------------------
+# --- rules of fields ----------------------------------------------------------------------------------------------
+
+
+class Rule:
+    """What a field declares beside its type, in Annotated[type, rule, ...]. None keeps to every rule."""
+
+    def check(self, name: str, part: Part) -> None:
+        """Refuse the part of a config whose field `name` breaks this rule."""
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
-class Range:
+class Part:
+    """Values of a class's fields, before there is an object of them, and where they stand in a config."""
+
+    cls: type
+    values: Mapping[str, Any]
+    path: str
+
+    def used(self, name: str) -> bool:
+        """Whether a setting is not what turns it off: None or, where it cannot be None, 0, false or nothing."""
+        first, *inner = name.split(".")
+        value = self.values[first]
+        for each in inner:
+            value = None if value is None else getattr(value, each)
+        optional = inner or type(None) in alternatives(type_hints(self.cls)[first])
+        return value is not None if optional else bool(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Range(Rule):
     """The finite numbers from `low` to `high`; `above` and `below` leave out that end itself, `whole` all fractions."""
 
     low: float = -math.inf
@@ -51,6 +77,13 @@ class Range:
         low = value > self.low if self.above else value >= self.low
         high = value < self.high if self.below else value <= self.high
         return low and high and math.isfinite(value)
+
+    def check(self, name: str, part: Part) -> None:
+        value = part.values[name]
+        each = value if isinstance(value, tuple) else (value,)
+        if not all(self.holds(x) for x in each):
+            finite = all(isinstance(x, (int, float)) and math.isfinite(x) for x in each)
+            raise UsageError(f"{part.path}.{name} = {value!r}: give {self if finite else Range()}")
 
     def __str__(self) -> str:
         if self.low == -math.inf:
@@ -71,34 +104,101 @@ Seed = Annotated[int, Range(0, 2**63 - 1, whole=True)]
 Real = Annotated[float, Range()]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Choice(Rule):
+    """One of these names. A table is open: what is put into it while a program runs is a choice too."""
+
+    known: Collection[str]
+
+    def check(self, name: str, part: Part) -> None:
+        check_choice(f"{part.path}.{name}", part.values[name], self.known)
+
+
+@dataclasses.dataclass(frozen=True)
+class Divides(Rule):
+    """A number that divides that of the field `other`."""
+
+    other: str
+
+    def check(self, name: str, part: Part) -> None:
+        value, whole = part.values[name], part.values[self.other]
+        if whole is not None and whole % value:
+            both = f"{part.path}.{name}={value} must divide {part.path}.{self.other}={whole}"
+            raise UsageError(f"{both}; choose one of {divisors(whole)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class AtMost(Rule):
+    """A number that is no larger than that of the field `other`."""
+
+    other: str
+
+    def check(self, name: str, part: Part) -> None:
+        value, most = part.values[name], part.values[self.other]
+        if most is not None and value > most:
+            both = f"{part.path}.{name}={value} is more than {part.path}.{self.other}={most}"
+            raise UsageError(f"{both}; give at most {most}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs(Rule):
+    """A setting that is of no use without another, dotted where that is inside a part; `such` says what to give."""
+
+    other: str
+    such: str = ""
+
+    def check(self, name: str, part: Part) -> None:
+        if part.used(name) and not part.used(self.other):
+            give = f"give it too{self.such and f', such as {self.such}'}, or leave {name} out"
+            raise UsageError(f"{part.path}.{name} needs {part.path}.{self.other}; {give}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Excludes(Rule):
+    """A setting that cannot stand beside another, dotted where that is inside a part; `why` says what keeps it."""
+
+    other: str
+    why: str
+
+    def check(self, name: str, part: Part) -> None:
+        if part.used(name) and part.used(self.other):
+            raise UsageError(f"{part.path}.{name}: {self.why}; give {name} without {self.other}")
+
+
+@functools.cache
+def rules(cls: type) -> list[tuple[str, Rule]]:
+    """What the fields of a dataclass, or the items of their tuples, declare; first what looks at one field alone."""
+
+    def declared(hint: Any) -> list[Rule]:
+        inner = typing.get_args(hint)
+        found = [x for x in getattr(hint, "__metadata__", ()) if isinstance(x, Rule)]
+        found += [x for each in inner for x in declared(each)]
+        if bool not in inner:
+            return found
+        return [dataclasses.replace(x, switch=True) if isinstance(x, Range) else x for x in found]
+
+    every = [(name, rule) for name, hint in type_hints(cls).items() for rule in declared(hint)]
+    return sorted(every, key=lambda each: not isinstance(each[1], (Range, Choice)))
+
+
 @functools.cache
 def ranges(cls: type) -> dict[str, Range]:
-    """What the fields of a dataclass declare, by name; those of a tuple's items too."""
-
-    def declared(hint: Any) -> Range | None:
-        if typing.get_origin(hint) is Annotated:
-            return next((x for x in hint.__metadata__ if isinstance(x, Range)), None)
-        limits = next(filter(None, map(declared, typing.get_args(hint))), None)
-        return dataclasses.replace(limits, switch=bool in typing.get_args(hint)) if limits else None
-
-    return {name: limits for name, hint in type_hints(cls).items() if (limits := declared(hint))}
+    """Of the fields that are numbers, by name."""
+    return {name: rule for name, rule in rules(cls) if isinstance(rule, Range)}
 
 
-def _check_ranges(cls: type, values: Mapping[str, Any], path: str) -> None:
-    for name, limits in ranges(cls).items():
-        value = values.get(name)
-        each = value if isinstance(value, tuple) else () if value is None else (value,)
-        if not all(limits.holds(x) for x in each):
-            finite = all(isinstance(x, (int, float)) and math.isfinite(x) for x in each)
-            raise UsageError(f"{path}.{name} = {value!r}: give {limits if finite else Range()}")
+def _check(part: Part) -> None:
+    for name, rule in rules(part.cls):
+        if part.values[name] is not None:
+            rule.check(name, part)
 
 
 def ranged(cls: type[T]) -> type[T]:
-    """Under @dataclass: the numbers are held against their ranges before anything else uses them."""
+    """Under @dataclass: fields are held against their rules before anything else uses them."""
     rest = cls.__dict__.get("__post_init__")
 
     def __post_init__(self: Any) -> None:
-        _check_ranges(cls, vars(self), cls.__name__.lower())
+        _check(Part(cls, vars(self), cls.__name__.lower()))
         if rest is not None:
             rest(self)
 
@@ -108,7 +208,7 @@ def ranged(cls: type[T]) -> type[T]:
 
 @typing.dataclass_transform(frozen_default=True)
 def settings(cls: type[T]) -> type[T]:
-    """A frozen dataclass whose numbers are held against their ranges."""
+    """A frozen dataclass whose fields are held against their rules."""
     return dataclasses.dataclass(frozen=True)(ranged(cls))
 
 
@@ -128,7 +228,12 @@ def alternatives(hint: Any) -> list[Any]:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return [one for each in typing.get_args(hint) for one in alternatives(each)]
     marks = getattr(hint, "__metadata__", ())
-    return next(([*mark.table.values()] for mark in marks if isinstance(mark, Kinds)), [hint])
+    for mark in marks:
+        if isinstance(mark, Kinds):
+            return [*mark.table.values()]
+    # A part with rules is what it is without them; a number's range is a piece of its type.
+    part = marks and dataclasses.is_dataclass(hint.__origin__)
+    return [hint.__origin__] if part else [hint]
 
 
 def to_dict(config: Any) -> Any:
@@ -149,30 +254,37 @@ def from_dict(cls: type[T], data: dict[str, Any], path: str = "config") -> T:
     if unknown is not None:
         near = nearest(unknown, fields)
         raise UsageError(f"{path}.{unknown} is not a setting of {cls.__name__}; {near}")
-    if "kind" in data and data["kind"] != fields["kind"].default:
+    hints = type_hints(cls)  # type: ignore[arg-type]
+    # A kind with rules of its own is a setting; else it is the name of the class.
+    if "kind" in data and hints["kind"] is str and data["kind"] != fields["kind"].default:
         raise UsageError(f"{path}.kind is {data['kind']!r}, expected {fields['kind'].default!r}")
     missing = [name for name in _required(cls) if name not in data]
     if missing:
         needed = ", ".join(missing)
         raise UsageError(f"{path}.{missing[0]} is missing; {cls.__name__} needs {needed}")
-    hints = type_hints(cls)  # type: ignore[arg-type]
     values = {k: _read(hints[k], v, f"{path}.{k}") for k, v in data.items()}
-    _check_ranges(cls, values, path)
+    _check(Part(cls, _defaults(cls) | values, path))  # type: ignore[arg-type]
     return cls(**values)
 
 
 def _required(cls: Any) -> list[str]:
-    none, fields = dataclasses.MISSING, dataclasses.fields(cls)
-    return [f.name for f in fields if f.default is none and f.default_factory is none]
+    return [f.name for f in dataclasses.fields(cls) if f.name not in _defaults(cls)]
+
+
+@functools.cache
+def _defaults(cls: Any) -> dict[str, Any]:
+    missing, fields = dataclasses.MISSING, dataclasses.fields(cls)
+    made = {f.name: f.default_factory() for f in fields if f.default_factory is not missing}
+    return made | {f.name: f.default for f in fields if f.default is not missing}
 
 
 def _read(hint: Any, value: Any, path: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated and not any(isinstance(mark, Kinds) for mark in args[1:]):
+        return _read(args[0], value, path)
     every = alternatives(hint)
     if every != [hint]:
         return _read_union(every, value, path)
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Annotated:
-        return _read(args[0], value, path)
     if origin is tuple and isinstance(value, (list, tuple)):
         return tuple(_read(args[0], item, f"{path}[{i}]") for i, item in enumerate(value))
     if dataclasses.is_dataclass(hint):

@@ -16,6 +16,10 @@ VERSION = "0.1.0"
 RUN, ENVIRONMENT, DATA, CHECK = 1, 3, 4, 5
 
 
+# Up to so many choices are all named where one is mistyped.
+LISTED = 8
+
+
 class UsageError(ValueError):
     """Something the user asked for cannot be done; the text says what was asked, what is possible,
     what to type."""
@@ -46,10 +50,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def check_choice(name: str, value: str, known: Iterable[str]) -> None:
-    """Refuse a setting that is none of those known."""
-    known = list(known)
+    """Refuse a setting that is none of those known; where they are few, all are named."""
+    known = sorted(known)
     if value not in known:
-        raise UsageError(f"{name} = {value!r} is unknown; {nearest(value, known)}")
+        hint, every = nearest(str(value), known), f"known: {', '.join(known)}"
+        if hint != every and len(known) <= LISTED:
+            hint = f"{hint} {every}"
+        raise UsageError(f"{name} = {value!r} is unknown; {hint}")
 
 
 class Fault(UsageError):

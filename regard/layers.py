@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.config import Amount, Count, Fraction, Positive, settings
+from regard.config import Amount, Choice, Count, Fraction, Needs, Positive, settings
 from regard.errors import UsageError, nearest
 from regard.kernels.c.train import gelu_tanh
 
@@ -21,14 +22,12 @@ class Norm:
     eps: Amount = 1e-5  # inside the root
     rms: bool = False  # RMSNorm
     biased: bool = True  # a LayerNorm
-    plus_one: bool = False  # by 1 + w (Gemma)
+    plus_one: Annotated[bool, Needs("rms", such="true")] = False  # by 1 + w (Gemma)
     kind: str = "norm"
 
     def __post_init__(self) -> None:
         if self.rms and not self.biased:
             raise UsageError("norm.biased: an RMS norm has no bias; leave it out")
-        if self.plus_one and not self.rms:
-            raise UsageError("norm.plus_one is for an RMS norm; set norm.rms too")
 
     def make(self, dim: int) -> nn.Module:
         if self.rms:
@@ -170,6 +169,9 @@ class MLM:
     kind: str = "mlm"
 
 
+DenseNorm = Annotated[Norm, Needs("dense", such="gelu")]
+
+
 @settings
 class Classify:
     """One label for the whole: out(act(dense h)) of one token, or out(h) without `dense`. An encoder is read at its
@@ -178,19 +180,16 @@ class Classify:
 
     labels: Count  # classes
     dense: str | None = "tanh"  # activation of a layer before `out`; none: no such layer
-    token: str = "first"  # first or mean
+    token: Annotated[str, Choice(("first", "last", "mean"))] = "first"  # which one is read
     bias: bool = True  # of `out`
     distilled: bool = False  # a second `out` (DeiT)
     dropout: Fraction | None = None  # before `out`; None as for MLP
     dropped_twice: bool = False  # `dropout` before `dense` too (RoBERTa)
     dense_bias: bool = True  # of the layer before `out`
-    norm: Norm | None = None  # after `dense` (ModernBERT)
+    norm: DenseNorm | None = None  # after `dense` (ModernBERT)
     kind: str = "classify"
 
     def __post_init__(self) -> None:
-        if self.token not in ("first", "last", "mean"):
-            raise UsageError(f"head.token is {self.token!r}; choose first, last or mean")
-        _check_dense(self)
         if self.distilled and (self.dense or self.token != "first"):
             raise UsageError("head.distilled reads the first two tokens: dense=None, token='first'")
 
@@ -203,11 +202,8 @@ class Tag:
     dropout: Fraction | None = None  # before `out`
     dense: str | None = None  # activation of a layer before `out` (ModernBERT); none: no such layer
     dense_bias: bool = True  # of that layer
-    norm: Norm | None = None  # after it
+    norm: DenseNorm | None = None  # after it
     kind: str = "tag"
-
-    def __post_init__(self) -> None:
-        _check_dense(self)
 
 
 @settings
@@ -218,16 +214,8 @@ class Answer:
     dropout: Fraction | None = None  # before `out`
     dense: str | None = None  # as in Tag
     dense_bias: bool = True  # as in Tag
-    norm: Norm | None = None  # as in Tag
+    norm: DenseNorm | None = None  # as in Tag
     kind: str = "answer"
-
-    def __post_init__(self) -> None:
-        _check_dense(self)
-
-
-def _check_dense(head: Classify | Tag | Answer) -> None:
-    if head.norm is not None and head.dense is None:
-        raise UsageError("head.norm stands after head.dense; give its activation too")
 
 
 class LMHead(nn.Module):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.config import Count, Positive, Whole, settings
+from regard.config import AtMost, Choice, Count, Divides, Positive, Whole, settings
 from regard.errors import UsageError
 from regard.layers import MLP, Add, FeedForward, activation
 
@@ -25,34 +25,25 @@ class MoE:
     and 1 is added to up (gpt-oss)."""
 
     experts: Count  # how many there are
-    active: Count  # how many a token uses
+    active: Annotated[Count, AtMost("experts")]  # how many a token uses
     ffn_dim: Count  # width inside each
     activation: str = "silu"  # inside each
     shared: Whole = 0  # experts that every token uses
     shared_bias: bool = False  # inside them
     shared_dim: Count | None = None  # of all shared experts together; default: shared * ffn_dim
     shared_gated: bool = False  # their output by a sigmoid of x (Qwen3-Next)
-    score: str = "softmax"  # softmax or sigmoid of the router's logits
+    # of the router's logits
+    score: Annotated[str, Choice(("softmax", "sigmoid"))] = "softmax"
     normalized: bool = True  # the chosen weights sum to 1
     gain: Positive = 1.0  # the weights are multiplied by it
-    groups: Count = 1  # experts are chosen within groups
-    active_groups: Count = 1  # groups that are looked at
+    groups: Annotated[Count, Divides("experts")] = 1  # experts are chosen within groups
+    active_groups: Annotated[Count, AtMost("groups")] = 1  # groups that are looked at
     corrected: bool = False  # a bias on the choice, which keeps the balance
     bias: bool = False  # on the router and inside every expert
     limit: Positive | None = None  # bounds of gate and up (gpt-oss)
     kind: str = "moe"
 
     def __post_init__(self) -> None:
-        if self.score not in ("softmax", "sigmoid"):
-            raise UsageError(f"ffn.score is {self.score!r}; choose softmax or sigmoid")
-        if not 1 <= self.active <= self.experts:
-            both = f"ffn.active={self.active} must be between 1 and ffn.experts={self.experts}"
-            raise UsageError(both)
-        if self.experts % self.groups or not 1 <= self.active_groups <= self.groups:
-            raise UsageError(
-                f"ffn.groups={self.groups} must divide ffn.experts={self.experts} and "
-                f"ffn.active_groups={self.active_groups} be between 1 and ffn.groups"
-            )
         within = self.experts // self.groups * self.active_groups
         if self.active > within:
             raise UsageError(

@@ -13,7 +13,7 @@ from typing import Annotated, Protocol
 import torch
 from torch import Tensor, nn
 
-from regard.config import Amount, Count, Kinds, Positive, Share, Whole, settings
+from regard.config import Amount, Choice, Count, Kinds, Positive, Share, Whole, settings
 from regard.errors import UsageError
 
 # --- vectors added to the embeddings ------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ class Rope:
     `wide`: it is turned in float32 whatever the dtype (OLMo, ModernBERT)."""
 
     base: Positive = 10000.0  # the longest wave is about 2 pi base
-    layout: str = "half"  # half or interleaved
+    layout: Annotated[str, Choice(("half", "interleaved"))] = "half"  # half or interleaved
     # for texts longer than those of the training
     scaling: Annotated[Scaling, Kinds(SCALINGS)] | None = None
     partial: Share = 1.0  # share of the width that turns
@@ -267,8 +267,6 @@ class Rope:
     kind: str = "rope"
 
     def __post_init__(self) -> None:
-        if self.layout not in ("half", "interleaved"):
-            raise UsageError(f"rope.layout is {self.layout!r}; choose half or interleaved")
         if isinstance(self.scaling, Yarn) and self.base <= 1:
             raise UsageError(f"rope.base is {self.base}; YaRN needs waves that grow: more than 1")
 

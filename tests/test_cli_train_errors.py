@@ -140,7 +140,7 @@ SETTINGS: dict[str, tuple[str, list[str], int, str]] = {
     "flip": ("lm", ["data.flip", "true"], 2, "flip is not used by the task lm; leave it out"),
     "pack": ("classes", ["data.pack", "none"], 2, "pack is not used by the task classify; leave it out"),
     "tokenizer": ("pictures", ["tokenizer.kind", "bpe"], 2, "[tokenizer] is not used by the task image"),
-    "tokenizer kind": ("lm", ["tokenizer.kind", "bp"], 2, "tokenizer kind = 'bp' is unknown"),
+    "tokenizer kind": ("lm", ["tokenizer.kind", "bp"], 2, "tokenizer.kind = 'bp' is unknown"),
     "tokenizer vocab": ("lm", ["tokenizer.vocab", "9"], 2, 'tokenizer.vocab is not used by kind = "chars"'),
     "tokenizer type": ("lm", ["tokenizer.lower", "3"], 2, "tokenizer.lower must be bool, got 3"),
     "tokenizer folder": ("lm", ["tokenizer.folder", "folder"], 4, "folder has no tokenizer.json; regard tokenizer"),

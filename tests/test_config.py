@@ -1,14 +1,27 @@
 """Configs: frozen dataclasses <-> plain data, strictly."""
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 
 import regard
 from regard.attention import DSA, GQA, MLA
 from regard.block import Tower
-from regard.config import customize, divisors, from_dict, to_dict
+from regard.config import (
+    Amount,
+    AtMost,
+    Choice,
+    Count,
+    Divides,
+    Excludes,
+    Needs,
+    customize,
+    divisors,
+    from_dict,
+    settings,
+    to_dict,
+)  # fmt: skip
 from regard.errors import UsageError, nearest
 from regard.layers import LM, MLP, Classify, Norm
 from regard.models import (
@@ -189,7 +202,7 @@ def test_customize_of_what_is_not_there_says_so(path: str, value: object, match:
 
 
 def test_customize_checks_the_result() -> None:
-    with pytest.raises(UsageError, match="kv_heads=3 must divide attention.heads=4"):
+    with pytest.raises(UsageError, match="attention.kv_heads=3 must divide .*attention.heads=4"):
         customize(CONFIGS["decoder"], {"tower.attention.kv_heads": 3})
 
 
@@ -205,31 +218,100 @@ def test_divisors_are_all_of_them() -> None:
 @pytest.mark.parametrize(
     "make, match",
     [
-        (lambda: GQA(8, 3), "kv_heads=3 must divide attention.heads=8; choose one of .1, 2, 4, 8."),
+        (lambda: GQA(8, 3), "kv_heads=3 must divide gqa.heads=8; choose one of .1, 2, 4, 8."),
         (lambda: GQA(5).make(24), "heads=5 does not divide dim=24; choose one of"),
         (lambda: MLA(5, latent=4).make(24), "heads=5 does not divide dim=24"),
         (
             lambda: MLA(4, latent=4, rope_dim=2),
-            "rope_dim=2 and attention.rope=None belong together",
+            "mla.rope_dim needs mla.rope; give it too, such as Rope.., or leave rope_dim out",
         ),
-        (lambda: MLA(4, latent=4, rope=Rope()), "belong together"),
+        (
+            lambda: MLA(4, latent=4, rope=Rope()),
+            "mla.rope needs mla.rope_dim; give it too, such as 32",
+        ),
         (lambda: DSA(GQA(4), 2, 6, 4, hadamard=True), "index_dim=6 must be a power of two"),
-        (lambda: DSA(GQA(4), 2, 8, 4, precision="int3"), "choose exact or fp8"),
-        (lambda: DSA(GQA(4), 2, 8, 4, rope_dim=4), "rope_dim needs attention.attention.rope"),
+        (
+            lambda: DSA(GQA(4), 2, 8, 4, precision="int3"),
+            "dsa.precision = 'int3' is unknown; known: exact, fp8",
+        ),
+        (
+            lambda: DSA(GQA(4), 2, 8, 4, rope_dim=4),
+            "dsa.rope_dim needs dsa.attention.rope; give it too",
+        ),
         (lambda: Tower(8, 3, (GQA(2),) * 2, MLP(8)), "attention lists 2 layers, layers=3"),
-        (lambda: Tower(8, 1, GQA(2), MLP(8), order="middle"), "choose one of pre, post"),
+        (
+            lambda: Tower(8, 1, GQA(2), MLP(8), order="middle"),
+            "tower.order = 'middle' is unknown; known: .*post, pre",
+        ),
         (
             lambda: Tower(8, 1, GQA(2), MLP(8), relative=Alibi(4)),
             "relative.heads=4, but .* .2. heads",
         ),
-        (lambda: Tower(8, 1, GQA(2), MLP(8), cross=GQA(2, rope=Rope())), "cross without rope"),
-        (lambda: MoE(4, 5, 8), "active=5 must be between 1 and ffn.experts=4"),
-        (lambda: MoE(4, 2, 8, groups=3), "groups=3 must divide ffn.experts=4"),
-        (lambda: MoE(4, 2, 8, score="cosine"), "choose softmax or sigmoid"),
-        (lambda: Patches(30, 8), "patch=8 must divide the image size=30"),
+        (
+            lambda: Tower(8, 1, GQA(2), MLP(8), cross=GQA(2, rope=Rope())),
+            "positions; give cross without cross.rope",
+        ),
+        (lambda: MoE(4, 5, 8), "moe.active=5 is more than moe.experts=4; give at most 4"),
+        (
+            lambda: MoE(4, 2, 8, groups=3),
+            "moe.groups=3 must divide moe.experts=4; choose one of .1, 2, 4.",
+        ),
+        (
+            lambda: MoE(4, 2, 8, score="cosine"),
+            "moe.score = 'cosine' is unknown; known: sigmoid, softmax",
+        ),
+        (lambda: Patches(30, 8), "patches.patch=8 must divide patches.size=30; choose one of"),
         (lambda: MLP(8, "swish").make(4), "activation 'swish' is unknown"),
     ],
 )
 def test_config_that_cannot_be_is_refused_with_the_way_out(make: object, match: str) -> None:
     with pytest.raises(UsageError, match=match):
         make()  # type: ignore[operator]
+
+
+# --- rules that a stranger's config declares --------------------------------------------------------------------------
+
+SHADES = {"light": 1}
+
+
+@settings
+class Paint:
+    """Every kind of rule, one of each."""
+
+    layers: Count = 12
+    shade: Annotated[str, Choice(SHADES)] = "light"
+    coats: Annotated[Count, Divides("layers")] = 1
+    dry: Annotated[Count, AtMost("coats")] | None = None
+    gloss: Annotated[bool, Needs("varnish", such="0.5")] = False
+    varnish: Amount | None = None
+    matt: Annotated[bool, Excludes("gloss", "it is one or the other")] = False
+    seen: Annotated[GQA, Excludes("seen.rope", "walls have no order")] | None = None
+
+
+@pytest.mark.parametrize(
+    "values, match",
+    [
+        ({"shade": "lihgt"}, "^paint.shade = 'lihgt' is unknown; did you mean 'light'. known: light$"),
+        ({"coats": 5}, "^paint.coats=5 must divide paint.layers=12; choose one of .1, 2, 3, 4, 6, 12.$"),
+        ({"coats": 0}, "paint.coats = 0: give 1 or more"),
+        ({"coats": 2, "dry": 3}, "^paint.dry=3 is more than paint.coats=2; give at most 2$"),
+        ({"gloss": True}, "^paint.gloss needs paint.varnish; give it too, such as 0.5, or leave gloss out$"),
+        ({"gloss": True, "matt": True, "varnish": 1.0}, "^paint.matt: it is one .*; give matt without gloss$"),
+        ({"seen": GQA(2, rope=Rope())}, "^paint.seen: walls .*; give seen without seen.rope$"),
+    ],
+)  # fmt: skip
+def test_rule_that_is_broken_says_what_to_type(values: dict[str, Any], match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        Paint(**values)
+    with pytest.raises(UsageError, match=match.replace("paint.", "wall.")):
+        from_dict(Paint, values, "wall")
+
+
+def test_rules_hold_what_is_off_to_nothing() -> None:
+    Paint(gloss=True, varnish=0.0, coats=3, dry=3)
+    Paint(matt=True, gloss=False, seen=GQA(2))
+
+
+def test_choice_of_an_open_table_grows_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHADES, "dark", 2)
+    assert from_dict(Paint, {"shade": "dark"}).shade == "dark"

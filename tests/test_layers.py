@@ -169,5 +169,7 @@ def test_classify_reads_the_last_token_where_it_says_so() -> None:
     head, h = LabelHead(Classify(3, None, "last", bias=False), 4), torch.randn(2, 5, 4)
     assert head.out.bias is None
     torch.testing.assert_close(head(h), h[:, -1] @ head.out.weight.T)
-    with pytest.raises(UsageError, match="head.token is 'lst'; choose first, last or mean"):
+    with pytest.raises(
+        UsageError, match="token = 'lst' is unknown; did you mean 'last'. known: first, last, mean"
+    ):
         Classify(3, token="lst")

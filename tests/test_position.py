@@ -257,7 +257,7 @@ def test_rope_partial_turns_the_frequencies_of_the_smaller_width() -> None:
 def test_rope_refuses_an_odd_width_and_an_unknown_layout() -> None:
     with pytest.raises(UsageError, match="turns pairs, but 7 of 7"):
         Rope().frequencies(7)
-    with pytest.raises(UsageError, match="choose half or interleaved"):
+    with pytest.raises(UsageError, match="known: half, interleaved"):
         Rope(layout="neox")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from regard.attention.protocol import Context, Entries, Mechanism
 from regard.cache import CacheSpec
-from regard.config import Amount, Count, divisors, settings
+from regard.config import Amount, Count, Divides, settings
 from regard.errors import UsageError
 from regard.layers import Add, RMSNorm
 from regard.mask import Causal, Documents
@@ -32,7 +32,7 @@ class DeltaRule:
     q, k and v see the last `conv` tokens; q and k have length 1. Cache per row: h d e, and conv - 1 tokens.
     """
 
-    key_heads: Count  # of queries and keys
+    key_heads: Annotated[Count, Divides("value_heads")]  # of queries and keys
     value_heads: Count | None = None  # default: key_heads
     key_dim: Count = 128  # d
     value_dim: Count = 128  # e
@@ -43,12 +43,6 @@ class DeltaRule:
     # It knows the order of tokens by itself, and forgets by itself.
     rope: ClassVar[None] = None
     window: ClassVar[None] = None
-
-    def __post_init__(self) -> None:
-        if self.heads % self.key_heads:
-            given = f"attention.key_heads={self.key_heads}"
-            choices = f"choose one of {divisors(self.heads)}"
-            raise UsageError(f"{given} must divide attention.value_heads={self.heads}; {choices}")
 
     @property
     def heads(self) -> int:

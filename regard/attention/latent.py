@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from regard.attention.core import Probe, Terms, attend
 from regard.attention.protocol import Bias, Context, Entries, Mechanism, Seen
 from regard.cache import CacheSpec
-from regard.config import Amount, Count, Fraction, Whole, settings
+from regard.config import Amount, Count, Fraction, Needs, Whole, settings
 from regard.errors import UsageError
 from regard.layers import Add, RMSNorm
 from regard.position import Rope, turned
@@ -29,10 +29,11 @@ class MLA:
     heads: Count  # query heads
     latent: Count  # c
     head_dim: Count | None = None  # d, the part of a head without positions; default: dim / heads
-    rope_dim: Whole = 0  # r
+    rope_dim: Annotated[Whole, Needs("rope", such="Rope()")] = 0  # r
     value_dim: Count | None = None  # e; default: head_dim
     query_latent: Count | None = None  # rank of the queries; default: they are not compressed
-    rope: Rope | None = None  # rotary positions of the r features
+    # rotary positions of the r features
+    rope: Annotated[Rope, Needs("rope_dim", such="32")] | None = None
     normed: bool = True  # RMS norm on both latents
     norm_eps: Amount = 1e-6  # of both norms
     bias: bool = False  # on the down-projections
@@ -40,11 +41,6 @@ class MLA:
     window: Count | None = None  # as of GQA
     dropout: Fraction = 0.0  # of attention weights, in training
     kind: str = "mla"
-
-    def __post_init__(self) -> None:
-        if bool(self.rope_dim) != (self.rope is not None):
-            both = f"attention.rope_dim={self.rope_dim} and attention.rope={self.rope}"
-            raise UsageError(f"{both} belong together: give both (32 and Rope(), say) or neither")
 
     def make(self, dim: int, memory_dim: int | None = None, add: Add | None = None) -> Mechanism:
         return LatentAttention(self, dim, memory_dim, add)

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor, nn
 
 from regard.attention.core import attend
 from regard.attention.protocol import Bias, Context, Entries, Mechanism, Seen
 from regard.cache import CacheSpec
-from regard.config import Amount, Count, Fraction, Positive, Real, divisors, settings
+from regard.config import (
+    Amount,
+    Count,
+    Divides,
+    Fraction,
+    Needs,
+    Positive,
+    Real,
+    divisors,
+    settings,
+)
 from regard.errors import UsageError
 from regard.layers import Add, RMSNorm
 from regard.mask import Span, Visible
 from regard.position import Rope, turned
+
+EPS = Needs("qk_norm", such="1e-6")
 
 
 @settings
@@ -24,15 +38,16 @@ class GQA:
     """
 
     heads: Count  # query heads
-    kv_heads: Count | None = None  # key and value heads; default: heads
+    # key and value heads; default: heads
+    kv_heads: Annotated[Count, Divides("heads")] | None = None
     head_dim: Count | None = None  # default: dim / heads
     value_dim: Count | None = None  # width of a value head; default: head_dim
     rope: Rope | None = None  # rotary positions
     bias: bool = False  # on q, k, v
     out_bias: bool = False  # on the output
     qk_norm: Amount | None = None  # eps of an RMS norm on each query and key head
-    qk_norm_whole: bool = False  # on all heads at once (OLMo 2)
-    qk_norm_plus_one: bool = False  # by 1 + w (Gemma 3)
+    qk_norm_whole: Annotated[bool, EPS] = False  # on all heads at once (OLMo 2)
+    qk_norm_plus_one: Annotated[bool, EPS] = False  # by 1 + w (Gemma 3)
     window: Count | None = None  # a query sees this many tokens at most, itself among them
     dropout: Fraction = 0.0  # of attention weights, in training
     scale: Real | None = None  # default: 1 / sqrt(head_dim)
@@ -40,13 +55,6 @@ class GQA:
     sinks: bool = False  # one trained score per head for a key without a value
     gated: bool = False  # each head's output by a sigmoid of x (Qwen3-Next)
     kind: str = "gqa"
-
-    def __post_init__(self) -> None:
-        if self.heads < 1 or self.heads % self.groups:
-            given = f"attention.kv_heads={self.kv_heads} must divide attention.heads={self.heads}"
-            raise UsageError(f"{given}; choose one of {divisors(self.heads)}")
-        if self.qk_norm is None and (self.qk_norm_whole or self.qk_norm_plus_one):
-            raise UsageError("attention.qk_norm is off; give its eps, such as 1e-6")
 
     @property
     def groups(self) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from regard.attention.pooling import SELECTIONS
 from regard.attention.protocol import Seen
-from regard.errors import UsageError
+from regard.errors import UsageError, check_choice
 from regard.mask import Visible
 
 
@@ -127,8 +127,7 @@ READS: dict[str, type[Dot]] = {**SCORES, "average": Average, "sum": Sum, "hard":
 
 def check_score(name: str, query_dim: int, key_dim: int, path: str = "score") -> None:
     """Refuse an unknown name, and a product of two widths."""
-    if name not in READS:
-        raise UsageError(f"{path}={name!r} is unknown; choose one of {', '.join(READS)}")
+    check_choice(path, name, READS)
     if name in ("dot", "scaled_dot", "hard") and query_dim != key_dim:
         raise UsageError(
             f"{path}={name!r} needs queries and keys of one width, got {query_dim} and {key_dim}; "

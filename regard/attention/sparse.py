@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from regard.attention.latent import MLA
 from regard.attention.multihead import GQA
 from regard.attention.protocol import Bias, Context, Entries, Mechanism, Seen
 from regard.cache import CacheSpec
-from regard.config import Count, Whole, settings
+from regard.config import Choice, Count, Needs, Whole, settings
 from regard.errors import UsageError
 from regard.layers import Add
 from regard.mask import Visible
@@ -44,20 +44,17 @@ class DSA:
     index_heads: Count  # H
     index_dim: Count  # D
     topk: Count  # keys that a query chooses
-    rope_dim: Whole = 0  # leading index features turned by attention.rope, half-split
+    # leading index features turned by attention.rope, half-split
+    rope_dim: Annotated[Whole, Needs("attention.rope", such="Rope()")] = 0
     # Turn q and k by an orthogonal matrix: same scores, flatter numbers for fp8.
     hadamard: bool = False
-    precision: str = "exact"  # or "fp8"
+    precision: Annotated[str, Choice(("exact", "fp8"))] = "exact"  # or "fp8"
     kind: str = "dsa"
 
     def __post_init__(self) -> None:
-        if self.precision not in ("exact", "fp8"):
-            raise UsageError(f"attention.precision is {self.precision!r}; choose exact or fp8")
         if self.hadamard and self.index_dim & (self.index_dim - 1):
             given = f"attention.index_dim={self.index_dim}"
             raise UsageError(f"{given} must be a power of two for hadamard=True")
-        if self.rope_dim and self.attention.rope is None:
-            raise UsageError("attention.rope_dim needs attention.attention.rope; give it too")
 
     @property
     def window(self) -> int | None:

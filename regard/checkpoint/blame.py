@@ -39,15 +39,15 @@ def said(theirs: Data, keys: Iterable[str]) -> str:
 
 
 def keys_behind(error: str, theirs: Data, family: Family, architecture: str) -> list[str]:
-    """Their keys that made what an error about a config of ours names, by its place or by its words."""
+    """Their keys that made what an error about a config of ours names, by its places or by its words."""
     ours = to_dict(family.blank) | {"head": to_dict(family.heads[architecture])}
 
     def places() -> dict[str, str]:
         found = ((p + name, repr(v)) for p, part in walk(ours) for name, v in part.items())
         return {place: value for place, value in found if "{" not in value}
 
-    found = re.search(r"config((\.\w+|\[\d+\])+)", error)
-    place = re.sub(r"\[\d+\]", "", found[1])[1:] if found else ""
+    named = re.finditer(r"config((\.\w+|\[\d+\])+)", error)
+    wanted = [re.sub(r"\[\d+\]", "", found[1])[1:] for found in named]
     words, keys, before = set(re.findall(r"\w+", error)), list[str](), places()
     for name, rule in family.rules:
         looked = Looked(theirs)
@@ -57,10 +57,9 @@ def keys_behind(error: str, theirs: Data, family: Family, architecture: str) -> 
         # A value that the blank has already is theirs too.
         fills = rule.each() if isinstance(rule, Key) else ()
         made |= {re.sub(r"\.\d+", "", p) for p in fills}
-        if place:
-            hit = any(
-                f"{p}.".startswith(f"{place}.") or f"{place}.".startswith(f"{p}.") for p in made
-            )
+        if wanted:
+            pairs = [(f"{p}.", f"{place}.") for p in made for place in wanted]
+            hit = any(p.startswith(place) or place.startswith(p) for p, place in pairs)
         else:
             hit = any(p.rpartition(".")[2] in words for p in made)
         keys += looked.keys_of(name, rule) if hit else []

@@ -11,17 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from regard.config import Count, Fraction, Positive, Share, Whole, settings
+from regard.config import Choice, Count, Fraction, Positive, Share, Whole, settings
 from regard.data import feed as feeds
 from regard.data import tokens
 from regard.data.held import hold_out, tell_shared
 from regard.data.samplers import OVERLONG
 from regard.data.shards import Column, Shards, SourceHashes, Writer, prepare
-from regard.data.source import ARRAYS, ROLES, Source, format_of
+from regard.data.source import ARRAYS, ROLES, UNITS, Source, format_of
 from regard.data.tokens import Coder, Filling
 from regard.errors import DATA, UsageError, blaming, check_choice, notice
 from regard.text import CHATML
@@ -92,7 +92,8 @@ class Data:
     held: Fraction = 0.0  # share of the training data to evaluate on, where there is no valid
     # text, tsv, csv, jsonl, squad, parquet, hub, npz, npy, idx, images; auto: by the name
     format: str = "auto"
-    unit: str = "file"  # what is one document of plain text: file, line, paragraph
+    # what is one document of plain text: file, line, paragraph
+    unit: Annotated[str, Choice(UNITS)] = "file"
     marker: str = ""  # a text that stands between documents
     # which column has a role: { text = 1, label = 0 }, or by name
     columns: dict[str, Any] = field(default_factory=dict)
@@ -104,9 +105,11 @@ class Data:
     length: Count | None = None  # tokens of a row at most
     rows: Count | None = None  # rows of a batch
     tokens: Count | None = None  # tokens of a batch (of each side), padding included
-    overlong: str = "error"  # longer examples: error, truncate, drop or split
+    # longer examples: error, truncate, drop or split
+    overlong: Annotated[str, Choice(OVERLONG)] = "error"
     multiple: Count = 1  # rows are padded to a multiple of this
-    pack: str = "documents"  # documents (whole, unseen by each other), stream, windows or none
+    # documents (whole, unseen by each other), stream, windows or none
+    pack: Annotated[str, Choice(feeds.PACKS)] = "documents"
     # chats: how they are written, a .jinja file or "chatml"; none: as the model folder says
     template: str = ""
     shift: Whole = 0  # pictures are moved by up to so many pixels in training
@@ -114,7 +117,6 @@ class Data:
     paste: Share = 0.0  # share into which a piece of another is pasted (CutMix)
 
     def __post_init__(self) -> None:
-        check_choice("overlong", self.overlong, OVERLONG)
         files, numbers = len(_tuple(self.train)), len(self.weights)
         if self.weights and (numbers != files or self.target):
             raise UsageError(

@@ -13,15 +13,16 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from regard.config import Count, Seed, Share, ranged, settings
+from regard.config import Choice, Count, Seed, Share, ranged, settings
 from regard.data.samplers import (
     CHANGES,
+    OVERLONG,
     PASTES,
     BucketSampler,
     PackSampler,
@@ -159,7 +160,7 @@ class Batching:
     length: Count | None = None
     rows: Count | None = None
     tokens: Count | None = None
-    overlong: str = "error"
+    overlong: Annotated[str, Choice(OVERLONG)] = "error"
     multiple: Count = 1
     seed: Seed = 0
 

@@ -20,9 +20,9 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
-from regard.config import Count, settings
+from regard.config import Choice, Count, settings
 from regard.errors import DATA, ENVIRONMENT, Fault, UsageError, check_choice, nearest
 from regard.files import nearby
 
@@ -275,7 +275,8 @@ class Source:
     paths: tuple[str, ...]
     beside: tuple[str, ...] = ()
     format: str = "auto"
-    unit: str = "file"  # what is one document of plain text; lines where there is a `beside`
+    # what is one document of plain text; lines where there is a `beside`
+    unit: Annotated[str, Choice(UNITS)] = "file"
     marker: str = ""  # a text that stands between documents, for example <|endoftext|>
     columns: dict[str, Any] = field(default_factory=dict)
     header: bool | None = None  # none: as the names of columns, or the first lines, have it
@@ -286,7 +287,6 @@ class Source:
     sample: Count | None = None
 
     def __post_init__(self) -> None:
-        check_choice("unit", self.unit, UNITS)
         if len(self.delimiter) > 1:
             raise UsageError(f"delimiter = {self.delimiter!r} must be one character, such as ';'")
         try:

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import tokenizers
 import torch
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from regard.config import Count, settings
+from regard.config import Choice, Count, settings
 from regard.data.source import Text
-from regard.errors import UsageError, check_choice, nearest
+from regard.errors import UsageError, nearest
 from regard.files import write_whole
 from regard.text.build import END, SPACE, STYLES, blaming
 
@@ -62,22 +62,19 @@ class Recipe:
     "seq2seq" begin and end, which is put behind a text, "mlm" (and classes) a mask, and class and separator around a
     text. `special` names them by their part instead, and `more` has others; ids begin with them, in order."""
 
-    kind: str = "bpe"  # or wordpiece, unigram, chars, bytes
+    kind: Annotated[str, Choice(KINDS)] = "bpe"  # or wordpiece, unigram, chars, bytes
     vocab: Count = 8000  # tokens, special ones too; not of chars and bytes
-    task: str = "lm"  # lm, seq2seq, mlm or infill: the usual special tokens
+    # lm, seq2seq, mlm or infill: the usual special tokens
+    task: Annotated[str, Choice(TASKS)] = "lm"
     special: dict[str, str] | None = None  # special tokens by their part: { eos = "</s>" }
     more: tuple[str, ...] = ()  # further special tokens
     # What is put around a text: none, start, end, both; None: as the task has it.
-    around: str | None = None
+    around: Annotated[str, Choice(AROUND)] | None = None
     lower: bool = False  # text in small letters
     # Pairs seen less often are not merged.
     min_count: Count = 2
 
     def __post_init__(self) -> None:
-        choices: dict[str, Any] = {"kind": KINDS, "task": TASKS}
-        choices |= {"around": AROUND} if self.around is not None else {}
-        for name, known in choices.items():
-            check_choice(f"tokenizer {name}", getattr(self, name), known)
         for part in self.named:
             if part not in PARTS:
                 raise UsageError(f"special token {part!r} is unknown; {nearest(part, PARTS)}")

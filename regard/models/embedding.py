@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.config import Count, Fraction, Whole, settings
+from regard.config import Count, Divides, Fraction, Whole, settings
 from regard.errors import UsageError
 from regard.layers import Norm
 from regard.mask import Span
@@ -70,16 +72,12 @@ class Patches:
     in front (1: the class token; 2: DeiT's distillation token as well)."""
 
     size: Count = 224  # side of the image
-    patch: Count = 16  # side of a patch
+    patch: Annotated[Count, Divides("size")] = 16  # side of a patch
     channels: Count = 3  # colours
     extra: Whole = 1  # learned tokens in front
     bias: bool = True  # of the map
     dropout: Fraction = 0.0  # in training
     kind: str = "patches"
-
-    def __post_init__(self) -> None:
-        if self.size % self.patch:
-            raise UsageError(f"patch={self.patch} must divide the image size={self.size}")
 
     def make(self, dim: int) -> PatchEmbedding:
         return PatchEmbedding(self, dim)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,9 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from regard.attention import Context, attend
 from regard.attention.core import Terms
 from regard.attention.protocol import Entries, Seen
-from regard.attention.scores import check_score, make_score
+from regard.attention.scores import READS, check_score, make_score
 from regard.cache import Cache, CacheSpec
-from regard.config import Count, Fraction, settings
+from regard.config import Choice, Count, Fraction, settings
 from regard.errors import UsageError
 from regard.layers import LM, make_head
 from regard.mask import Causal, Full, Span, Visible
@@ -274,6 +274,7 @@ class BahdanauDecoder(nn.Module):
 
 
 Decoder = LuongDecoder | BahdanauDecoder
+COMBINED = ("tanh", "linear")
 
 
 @settings
@@ -285,11 +286,13 @@ class RecurrentConfig:
     vocab: Count  # tokens
     dim: Count  # width of a state
     layers: Count = 1  # stacked cells
-    cell: str = "gru"  # elman, gru or lstm
-    attention: str | None = None  # score of a look back; average, sum, hard; none: no look back
+    cell: Annotated[str, Choice(CELLS)] = "gru"  # elman, gru or lstm
+    # score of a look back; average, sum, hard; none: no look back
+    attention: Annotated[str, Choice(READS)] | None = None
     tied: bool = True  # the embedding is the head's matrix
     dropout: Fraction = 0.0  # between layers, in training
-    combine: str = "tanh"  # context and state: tanh(W [c; h]); linear: W [c; h] + b
+    # context and state: tanh(W [c; h]); linear: W [c; h] + b
+    combine: Annotated[str, Choice(COMBINED)] = "tanh"
     kind: str = "recurrent"
 
     def __post_init__(self) -> None:
@@ -344,12 +347,14 @@ class Seq2SeqConfig:
     source_vocab: Count  # tokens of the source
     dim: Count  # width of a state
     layers: Count = 1  # stacked cells
-    cell: str = "gru"  # elman, gru or lstm
-    attention: str | None = "additive"  # a score; average, sum, hard; none: the bottleneck
+    cell: Annotated[str, Choice(CELLS)] = "gru"  # elman, gru or lstm
+    # a score; average, sum, hard; none: the bottleneck
+    attention: Annotated[str, Choice(READS)] | None = "additive"
     bidirectional: bool = False  # the encoder, each direction of width `dim`
     tied: bool = False  # the embedding is the head's matrix
     dropout: Fraction = 0.0  # between layers, in training
-    combine: str = "tanh"  # context and state, Luong's: tanh(W [c; h]); linear: W [c; h] + b
+    # context and state, Luong's: tanh(W [c; h]); linear: W [c; h] + b
+    combine: Annotated[str, Choice(COMBINED)] = "tanh"
     kind: str = "recurrent_seq2seq"
 
     def __post_init__(self) -> None:
@@ -435,12 +440,8 @@ class Seq2Seq(Model):
 
 def _check(config: RecurrentConfig | Seq2SeqConfig, memory_dim: int) -> None:
     c = config
-    if c.cell not in CELLS:
-        raise UsageError(f"cell={c.cell!r} is unknown; choose one of {', '.join(CELLS)}")
     if c.attention is not None:
         check_score(c.attention, c.dim, memory_dim, "attention")
-    if c.combine not in ("tanh", "linear"):
-        raise UsageError(f"combine={c.combine!r} is unknown; choose tanh or linear")
     before = isinstance(c, Seq2SeqConfig) and c.attention == "additive"
     if c.combine == "linear" and (before or c.attention is None):
         asked = f"combine='linear' joins what attention={c.attention!r} finds after the cell"

@@ -332,9 +332,7 @@ def recipe_of(config: Config) -> Recipe | None:
             raise UsageError(f'tokenizer.{name} is not used by kind = "{kind}"; leave it out')
     if "folder" in settings:
         return None
-    settings.pop("kind", None)
-    whole = {**TASKS[config.task].recipe, **settings}
-    return replace(from_dict(Recipe, whole, "tokenizer"), kind=kind)
+    return from_dict(Recipe, {**TASKS[config.task].recipe, **settings, "kind": kind}, "tokenizer")
 
 
 # --- written --------------------------------------------------------------------------------------

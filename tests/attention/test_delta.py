@@ -209,7 +209,7 @@ def test_ring_that_forgets_is_refused() -> None:
 
 
 def test_key_heads_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(UsageError, match="key_heads=2 must divide attention.value_heads=3"):
+    with pytest.raises(UsageError, match="key_heads=2 must divide deltarule.value_heads=3"):
         DeltaRule(2, 3)
 
 

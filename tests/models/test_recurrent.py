@@ -339,9 +339,9 @@ def test_seq2seq_bad_lengths_leave_the_cache_empty():
     "settings, message",
     [
         ({"cell": "rnn"}, "elman, gru, lstm"),
-        ({"attention": "luong"}, "dot, scaled_dot, bilinear, additive"),
+        ({"attention": "luong"}, "known: additive, average, bilinear, dot"),
         ({"layers": 0}, "layers = 0: give 1 or more"),
-        ({"attention": "sum", "combine": "relu"}, "choose tanh or linear"),
+        ({"attention": "sum", "combine": "relu"}, "known: linear, tanh"),
         ({"attention": None, "combine": "linear"}, "such as bilinear"),
     ],
 )

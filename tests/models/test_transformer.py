@@ -220,7 +220,7 @@ def test_length_over_the_sinusoids_says_both_numbers() -> None:
 
 @pytest.mark.parametrize("more", [{"rope": Rope()}, {"window": 3}])
 def test_cross_attention_has_no_positions_in_common_with_its_source(more: dict) -> None:
-    with refused(f"no common positions: give cross without {next(iter(more))}"):
+    with refused(f"no common positions; give cross without cross.{next(iter(more))}"):
         Tower(8, 1, GQA(2), FFN, cross=GQA(2, **more))
 
 

@@ -65,7 +65,10 @@ def test_added_order_computes_its_formula() -> None:
 
 
 def test_unknown_order_is_refused_with_those_there_are(order: str) -> None:
-    with pytest.raises(regard.UsageError, match=rf"'postt'; choose one of pre, .*{order}"):
+    with pytest.raises(
+        regard.UsageError,
+        match=rf"order = 'postt' is unknown; did you mean 'post'. known: .*{order}",
+    ):
         tiny(order="postt")
 
 
