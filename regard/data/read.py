@@ -164,22 +164,11 @@ def _parallel(source: Source, roles: Sequence[str]) -> Iterator[Record]:
 # --- tables -------------------------------------------------------------------------------------------------------
 
 
-Lines = Iterator[tuple[int, list[str]]]
-
-
-def _tsv(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
-    return _table(_tsv_lines(path, source), path, source, roles)
-
-
-def _csv(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
-    return _table(_csv_lines(path, source), path, source, roles)
-
-
-def _tsv_lines(path: Path, source: Source) -> Lines:
-    return ((n, line.split("\t")) for n, line in enumerate(lines(path, source.encoding), 1))
-
-
-def _csv_lines(path: Path, source: Source) -> Lines:
+def _rows(path: Path, source: Source) -> Iterator[tuple[int, list[str]]]:
+    """The rows of a TSV or CSV file, with the numbers of their lines."""
+    if format_of(path, source.format) == "tsv":
+        yield from ((n, row.split("\t")) for n, row in enumerate(lines(path, source.encoding), 1))
+        return
     # A document may be longer than the 128 KB that csv takes at first.
     csv.field_size_limit(1 << 30)
     found = (f"{line}\n" for line in lines(path, source.encoding))
@@ -207,7 +196,8 @@ def _delimiter(head: list[str], path: Path) -> str:
     return DELIMITERS[0]
 
 
-def _table(rows: Lines, path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
+def _table(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
+    rows = _rows(path, source)
     head = [*islice(rows, LOOK)]
     if not head:
         return
@@ -405,8 +395,8 @@ def _dataset_rows(path: Path, source: Source) -> Iterator[dict[str, Any]]:
 
 READERS: dict[str, Callable[[Path, Source, Sequence[str]], Iterator[Record]]] = {
     "text": _text,
-    "tsv": _tsv,
-    "csv": _csv,
+    "tsv": _table,
+    "csv": _table,
     "jsonl": _jsonl,
     "squad": _squad,
     **dict.fromkeys(("parquet", "arrow", "hub"), _dataset),
@@ -422,8 +412,7 @@ def first_rows(source: Source, most: int) -> list[dict[str, Any]] | None:
         return None
     rows: list[Any]
     if kind in ("csv", "tsv"):
-        table = (_csv_lines if kind == "csv" else _tsv_lines)(path, source)
-        cells = [row for _, row in islice(table, most + 1)]
+        cells = [row for _, row in islice(_rows(path, source), most + 1)]
         named = source.header is not False
         names = [name if named else str(i) for i, name in enumerate(cells[0] if cells else [])]
         rows = [dict(zip(names, row)) for row in cells[named:]]

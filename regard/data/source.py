@@ -78,6 +78,25 @@ class LongText:
 Text = str | Iterable[str]
 
 
+def parts_of(text: Text, most: int, end: Callable[[str, int], int | None]) -> Iterator[str]:
+    """A text in parts, none of which is cut while it has at most so many characters. `end(held, first)` says where the
+    part of `held` that begins at `first` ends; None: nowhere, all that is left is one part."""
+    held = ""
+    pieces = iter([text] if isinstance(text, str) else text)
+    for piece in pieces:
+        held += piece
+        first = 0
+        while len(held) - first > most:
+            cut = end(held, first)
+            if cut is None:
+                yield "".join([held[first:], *pieces])
+                return
+            yield held[first:cut]
+            first = cut
+        held = held[first:]
+    yield held
+
+
 def matching_files(names: Sequence[str]) -> list[Path]:
     """The files that names and patterns mean, each pattern's in order of their names."""
     paths: list[Path] = []

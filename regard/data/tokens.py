@@ -7,18 +7,18 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
 import numpy as np
-import tokenizers
 from tokenizers import decoders
 
 from regard.data.feed import IGNORE, UNANSWERED
 from regard.data.pictures import pictures
 from regard.data.read import length_of, records
 from regard.data.shards import Writer, token_dtype
-from regard.data.source import DataError, LongText, Record, Source, Text
+from regard.data.source import DataError, LongText, Record, Source, Text, parts_of
 from regard.errors import UsageError
 from regard.text.build import blaming
 from regard.text.chat import Learned, Rendered, learned_rows, rendered_chat
@@ -73,13 +73,19 @@ class Coder:
         if self._plain is None:
             cut = self.tokenizer.encode_target if target else self.tokenizer.encode
             return [cut(text, special=False, literal=True) for text in texts]
-        return [encoding.ids for encoding in _many(self._plain.encode_batch_fast, texts)]
+        try:
+            encodings = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
+        except (TypeError, UnicodeError):
+            for text in texts:
+                check_unicode(text, f"the text {text!r:.40}")
+            raise
+        return [encoding.ids for encoding in encodings]
 
     def located(self, texts: Sequence[str]) -> list[Located]:
         """The same with the first character of each token and the one behind its last."""
         if self._plain is None:
             raise UsageError("a tokenizer of two sides does not tell which characters a token has")
-        return [(e.ids, e.offsets) for e in _many(self._plain.encode_batch, texts)]
+        return self.tokenizer.located_all(texts, literal=True)
 
     @property
     def stops(self) -> tuple[int, ...]:
@@ -96,15 +102,6 @@ class Coder:
             return pieces
         texts = [core.decode([i], skip_special_tokens=False) for i in ids]
         return [text if text and "\ufffd" not in text else raw for text, raw in zip(texts, pieces)]
-
-
-def _many(encode: Callable[..., list[tokenizers.Encoding]], texts: Sequence[str]) -> list[Any]:
-    try:
-        return encode(list(texts), add_special_tokens=False)
-    except (TypeError, UnicodeError):
-        for text in texts:
-            check_unicode(text, f"the text {text!r:.40}")
-        raise
 
 
 def _template(tokenizer: Tokenizer) -> tuple[Ids, Ids, Ids, bool]:
@@ -242,23 +239,10 @@ def fill_documents(filling: Filling, masked: bool = False) -> None:
 def pieces(text: Text, coder: Coder) -> Iterator[str]:
     """A text in pieces of about PIECE characters whose ids, end to end, are those of the whole: encoding it at once
     takes a hundred bytes and more for a character."""
-    held = ""
-    parts = iter([text] if isinstance(text, str) else text)
-    for part in parts:
-        held, first = held + part, 0
-        while len(held) - first > 2 * PIECE:
-            cut = _cut(held, first, coder)
-            if cut is None:
-                # Nowhere can the rest be cut.
-                yield "".join([held[first:], *parts])
-                return
-            yield held[first:cut]
-            first = cut
-        held = held[first:]
-    yield held
+    return parts_of(text, 2 * PIECE, partial(_end_of_piece, coder))
 
 
-def _cut(text: str, first: int, coder: Coder) -> int | None:
+def _end_of_piece(coder: Coder, text: str, first: int) -> int | None:
     """Where a piece that begins at `first` ends: between two words if it can, and where it leaves the ids of the text
     around it as they are."""
     near = text[first + PIECE : first + 2 * PIECE]

@@ -23,7 +23,7 @@ import torch
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from regard.config import Choice, Count, settings
-from regard.data.source import Text
+from regard.data.source import Text, parts_of
 from regard.errors import UsageError, nearest
 from regard.files import write_whole
 from regard.text.build import END, SPACE, STYLES, blaming
@@ -149,17 +149,13 @@ def _parts(text: Text) -> Iterator[str]:
     """A long text in parts, cut before a space where there is one: the library takes a hundred
     bytes and more for a character of what it reads at once, and asks for 256 parts before it
     reads."""
-    held = ""
-    for more in [text] if isinstance(text, str) else text:
-        held, first = held + more, 0
-        while len(held) - first > WORDLESS:
-            space = held.rfind(" ", first + PART // 2, first + PART)
-            space = held.find(" ", first + PART, first + WORDLESS) if space < 0 else space
-            cut = first + WORDLESS if space < 0 else space
-            yield held[first:cut]
-            first = cut
-        held = held[first:]
-    yield held
+
+    def end(held: str, first: int) -> int:
+        space = held.rfind(" ", first + PART // 2, first + PART)
+        space = held.find(" ", first + PART, first + WORDLESS) if space < 0 else space
+        return first + WORDLESS if space < 0 else space
+
+    return parts_of(text, WORDLESS, end)
 
 
 def write_files(folder: Path, files: dict[str, bytes]) -> Path:
