@@ -121,7 +121,8 @@ class Divides(Rule):
     other: str
 
     def check(self, name: str, part: Part) -> None:
-        value, whole = part.values[name], part.values[self.other]
+        value = part.values[name]
+        whole = part.values[self.other]
         if whole is not None and whole % value:
             both = f"{part.path}.{name}={value} must divide {part.path}.{self.other}={whole}"
             raise UsageError(f"{both}; choose one of {divisors(whole)}")
@@ -134,7 +135,8 @@ class AtMost(Rule):
     other: str
 
     def check(self, name: str, part: Part) -> None:
-        value, most = part.values[name], part.values[self.other]
+        value = part.values[name]
+        most = part.values[self.other]
         if most is not None and value > most:
             both = f"{part.path}.{name}={value} is more than {part.path}.{self.other}={most}"
             raise UsageError(f"{both}; give at most {most}")
@@ -273,13 +275,15 @@ def _required(cls: Any) -> list[str]:
 
 @functools.cache
 def _defaults(cls: Any) -> dict[str, Any]:
-    missing, fields = dataclasses.MISSING, dataclasses.fields(cls)
+    missing = dataclasses.MISSING
+    fields = dataclasses.fields(cls)
     made = {f.name: f.default_factory() for f in fields if f.default_factory is not missing}
     return made | {f.name: f.default for f in fields if f.default is not missing}
 
 
 def _read(hint: Any, value: Any, path: str) -> Any:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if origin is Annotated and not any(isinstance(mark, Kinds) for mark in args[1:]):
         return _read(args[0], value, path)
     every = alternatives(hint)
@@ -312,7 +316,8 @@ def _read_union(every: list[Any], value: Any, path: str) -> Any:
             raise UsageError(f"{path}.kind is {kind!r}; {nearest(str(kind), classes)}")
         return from_dict(classes[kind], value, path)
     if isinstance(value, str) and value in classes:
-        cls, names = classes[value], [f"{n} = ..." for n in _required(classes[value])]
+        cls = classes[value]
+        names = [f"{n} = ..." for n in _required(classes[value])]
         made = f"{cls.__name__}({', '.join(names).replace(' = ', '=')})"
         table = ", ".join([f"kind = {value!r}", *names])
         give = f"give {made}, in a TOML file {{{table}}}"
@@ -344,7 +349,8 @@ def customize(config: T, changes: dict[str, Any]) -> T:
     clear: attention.kv_heads is tower.attention.kv_heads, or that of both towers. A plain one is changed in every place
     that has it, but where that is None: a part that this family lacks. Dotted names are stronger, in whichever order
     they come. Widths that are not given follow `dim` in the proportion that they had."""
-    data, before = to_dict(config), to_dict(config)
+    data = to_dict(config)
+    before = to_dict(config)
     changes = {place: x for name, x in changes.items() for place in _from_the_top(data, name)}
     for name, value in sorted(changes.items(), key=lambda change: "." in change[0]):
         places = _dotted(data, name) if "." in name else _places(data, name)
@@ -376,13 +382,15 @@ def _dotted(data: Any, name: str) -> list[tuple[dict[str, Any], str]]:
     *path, key = name.split(".")
     level = [data]
     for i, part in enumerate([*path, key]):
-        where, tables = ".".join(path[:i]), [each for each in level if isinstance(each, dict)]
+        where = ".".join(path[:i])
+        tables = [each for each in level if isinstance(each, dict)]
         if not tables:
             what = f"{where} is {level[0]!r}, which has no setting {part!r}"
             raise UsageError(f"{what}; set {where} itself")
         have = [each for each in tables if part in each]
         if not have or part == "kind":
-            of, known = f" of {where}" if i else "", set().union(*tables) - {"kind"}
+            of = f" of {where}" if i else ""
+            known = set().union(*tables) - {"kind"}
             if not i:
                 # What has settings of its own, wherever it stands.
                 every = ((key, x) for _, table in walk(data) for key, x in table.items())

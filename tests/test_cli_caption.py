@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import regard
-from regard.data.feed import IGNORE, Batching, CaptionFeed
+from regard.data.feed import IGNORE, Batching
+from regard.data.image_feed import CaptionFeed
 from regard.data.shards import Column
 from tests.test_cli import call, folder
 

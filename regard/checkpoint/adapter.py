@@ -97,7 +97,8 @@ def load(
     `mapped`, for a model that will be prepared with `consume`: on a CPU large weights stay in their file until they are
     packed, and the file must stay as it is until then."""
     wanted = None if dtype == "stored" else dtype
-    folder, base = resolve_model(path), None
+    folder = resolve_model(path)
+    base = None
     if adapter is not None:
         folder, base = resolve_model(adapter), folder
         if not is_adapter(folder):
@@ -121,11 +122,15 @@ def is_adapter(folder: Path) -> bool:
 
 def _joined(folder: Path, base: Path | None) -> Model:
     """The base with the adapter in its place, not merged."""
-    record, peft, tensors = _record(folder), _peft(folder), _tensors(folder)
+    record = _record(folder)
+    peft = _peft(folder)
+    tensors = _tensors(folder)
     if record is None:
-        model, head = load(base or _named(peft, folder), dtype="stored"), _head_of(peft, tensors)
+        model = load(base or _named(peft, folder), dtype="stored")
+        head = _head_of(peft, tensors)
     else:
-        model, head = load(_base(record, folder, base), dtype="stored"), record.head
+        model = load(_base(record, folder, base), dtype="stored")
+        head = record.head
         model = hf.cast(model, getattr(torch, record.dtype))
         if record.int4:
             adapt.quantize(model)
@@ -157,7 +162,8 @@ def save_adapter(model: Model, path: str | Path) -> Path:
     if base is None:
         raise UsageError("adapters stand on a folder, this model comes from none: use model.save")
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
-    inner, low = {n for n in trained if not n.startswith("head.")}, adapt.low_ranks(model)
+    inner = {n for n in trained if not n.startswith("head.")}
+    low = adapt.low_ranks(model)
     if inner != set(_lora_names(model)):
         raise UsageError("weights of the body itself are trained: use model.save")
     # A head that was learned is float32, and so is the model around it; else LoRA is merged into what was stored.
@@ -186,8 +192,10 @@ def load_adapter(path: str | Path, into: Model) -> Model:
     """Copy the tensors that `save_adapter` wrote back into a model that was adapted in the same way from the same base,
     to go on training: afterwards its state dict is, bit for bit, that of the model that was saved. Returns `into`."""
     folder = Path(path)
-    record, tensors = _record(folder), _tensors(folder)
-    low, base = adapt.low_ranks(into), getattr(into.origin, "base", None)
+    record = _record(folder)
+    tensors = _tensors(folder)
+    low = adapt.low_ranks(into)
+    base = getattr(into.origin, "base", None)
     lora = next(iter(low.values())).config if low else None
     if record is None:
         raise UsageError(f"{folder} has no {RECORD}: it was not written by a run that can go on")
@@ -222,8 +230,11 @@ def _to_peft(model: Model, record: Record, head: set[str]) -> tuple[dict[str, An
     """adapter_config.json and the tensors, by their names. Where several of our layers are one of theirs (GPT-2's
     c_attn), so are their matrices: the A below each other, the B beside each other, of the rank of all together."""
     family, theirs, _ = hf.express(model, model.origin)
-    steps, low = hf.plan(model, family), adapt.low_ranks(model)
-    lora, tensors, turned = record.lora or LoRA(), dict[str, Tensor](), False
+    steps = hf.plan(model, family)
+    low = adapt.low_ranks(model)
+    lora = record.lora or LoRA()
+    tensors = dict[str, Tensor]()
+    turned = False
     joined = dict[str, int]()  # their layers with LoRA, and how many of ours each is
     for name, step in _steps(model, family, theirs).items():
         parts = [low.get(n.removesuffix(".weight")) for n in step.ours]
@@ -289,11 +300,13 @@ def _from_peft(
     """The tensors by our names, and the LoRA of each of our layers. Of one that is a part of one of theirs: of an
     adapter of ours its own part of the matrices (see `_to_peft`), of others all of A."""
     family, theirs, _ = hf.express(model, model.origin)
-    steps, base = _steps(model, family, theirs), "" if family is None else family.base
+    steps = _steps(model, family, theirs)
+    base = "" if family is None else family.base
     heads = [step for step in hf.plan(model, family) if step.ours[0].startswith("head.")]
     placed = {n for step in heads for n in step.theirs}
     tensors = {name.removeprefix(PREFIX): x for name, x in tensors.items()}
-    ours, loras = dict[str, Tensor](), dict[str, LoRA]()
+    ours = dict[str, Tensor]()
+    loras = dict[str, LoRA]()
     for name, a in tensors.items():
         module, _, part = name.partition(".lora_")
         now = _modern(module, family)
@@ -303,7 +316,8 @@ def _from_peft(
             continue
         if not known or part != "A.weight":
             raise _other(folder, peft, f"{name} has no place in the model")
-        step, b = steps[known], tensors.get(f"{module}.lora_B.weight")
+        step = steps[known]
+        b = tensors.get(f"{module}.lora_B.weight")
         size = (sum(s[0] for s in step.shapes), len(a))
         if b is None or tuple(b.shape) != size or a.shape[1] != step.shapes[0][1]:
             told = f"({tuple(a.shape)}, {None if b is None else tuple(b.shape)})"
@@ -311,7 +325,8 @@ def _from_peft(
         alphas = peft.get("alpha_pattern") or {}
         alpha = [v for k, v in alphas.items() if re.fullmatch(rf"(.*\.)?({k})", known)]
         lora = LoRA(len(a), (*alpha, peft["lora_alpha"])[0], 0.0, bool(peft.get("use_rslora")))
-        lora, at = record.lora if record is not None and record.lora is not None else lora, 0
+        lora = record.lora if record is not None and record.lora is not None else lora
+        at = 0
         for n, own_b in zip(step.ours, step.load([b.t() if step.op.turned else b]), strict=True):
             layer = n.removesuffix(".weight")
             if record is None or layer.rpartition(".")[2] in record.targets:
@@ -394,7 +409,8 @@ def _named(peft: dict[str, Any], folder: Path) -> Path:
 
 def _base(record: Record, folder: Path, given: Path | None = None) -> Path:
     """The base's folder, with the bytes it had."""
-    stand, put = record.base, f"name its folder as base.folder in {folder / RECORD}"
+    stand = record.base
+    put = f"name its folder as base.folder in {folder / RECORD}"
     places = (Path(stand.folder), folder.resolve() / stand.near) if given is None else (given,)
     folders = [p for p in places if p.is_dir()]
     for path in folders:
@@ -421,7 +437,8 @@ def _lora_names(model: Model) -> list[str]:
 @torch.no_grad()
 def _copy(tensors: dict[str, Tensor], model: Model, wanted: Iterable[str]) -> Model:
     """Exactly the wanted parameters, each with its shape."""
-    parameters, wanted = dict(model.named_parameters()), set(wanted)
+    parameters = dict(model.named_parameters())
+    wanted = set(wanted)
     for name in sorted(wanted ^ tensors.keys()):
         what = "is missing from" if name in wanted else "has no place in the model, but is in"
         hint = nearest(name, (wanted | tensors.keys()) - {name})

@@ -48,7 +48,9 @@ def keys_behind(error: str, theirs: Data, family: Family, architecture: str) -> 
 
     named = re.finditer(r"config((\.\w+|\[\d+\])+)", error)
     wanted = [re.sub(r"\[\d+\]", "", found[1])[1:] for found in named]
-    words, keys, before = set(re.findall(r"\w+", error)), list[str](), places()
+    words = set(re.findall(r"\w+", error))
+    keys = list[str]()
+    before = places()
     for name, rule in family.rules:
         looked = Looked(theirs)
         rule.read(name, looked, ours)

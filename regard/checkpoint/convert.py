@@ -110,7 +110,8 @@ def find(source: Path) -> Originals:
 
 def _files(folder: Path) -> tuple[list[Path], list[str]]:
     """The files of a folder, and the names of links that lead out of it, which are not followed."""
-    files, left_out = [], []
+    files = []
+    left_out = []
     for path in sorted(folder.iterdir()):
         if path.name.startswith(".") or not os.path.isfile(os.path.realpath(path)):
             continue
@@ -171,7 +172,8 @@ def _unpickled(
     )
     names = ", ".join(file.name for file in files[:3])
     quiet = QUIET_SECONDS + sum(file.stat().st_size for file in files) / SLOW_DISK
-    total, done = 0, itertools.count(1)
+    total = 0
+    done = itertools.count(1)
     assert reader.stdout is not None
     try:
         while select.select([reader.stdout], [], [], quiet)[0]:

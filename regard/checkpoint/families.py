@@ -185,7 +185,8 @@ GPT_NEOX = Family(
 
 # --- Llama and its kin --------------------------------------------------------------------------------------------
 
-_GQA, SWIGLU = GQA(1, 1, 1, rope=Rope()), MLP(1, "silu", gated=True, bias=False)
+_GQA = GQA(1, 1, 1, rope=Rope())
+SWIGLU = MLP(1, "silu", gated=True, bias=False)
 
 
 def llama_like(
@@ -408,7 +409,8 @@ def _latent_keys(at: str, shared: int, gain: float) -> Keys:
 
 def _read_turned_dim(theirs: Data, ours: Data) -> None:
     """transformers turns so many features of a head."""
-    width, turned = theirs.get("head_dim"), theirs.get("qk_rope_head_dim")
+    width = theirs.get("head_dim")
+    turned = theirs.get("qk_rope_head_dim")
     if width is not None and width != turned:
         raise rules.wrong(f"head_dim is {width!r}; it must be qk_rope_head_dim, {turned!r}")
 
@@ -495,7 +497,8 @@ DEEPSEEK_V32 = llama_like(
 
 
 def _sparse(theirs: Data, layer: int) -> bool:
-    dense, step = theirs.get("mlp_only_layers") or [], theirs.get("decoder_sparse_step", 1)
+    dense = theirs.get("mlp_only_layers") or []
+    step = theirs.get("decoder_sparse_step", 1)
     return theirs.get("num_experts", 512) > 0 and layer not in dense and (layer + 1) % step == 0
 
 
@@ -724,7 +727,8 @@ def _groups_of(theirs: Data) -> tuple[int, int]:
 
 def _read_groups(theirs: Data, ours: Data) -> None:
     tower, (groups, inner) = ours["tower"], _groups_of(theirs)
-    n, apart = tower["layers"], list(range(tower["layers"] * inner))
+    n = tower["layers"]
+    apart = list(range(tower["layers"] * inner))
     calls = [int(i / (n / groups)) for i in range(n)]
     blocks = [group * inner + j for group in calls for j in range(inner)]
     tower["layers"], tower["blocks"] = len(apart), None if blocks == apart else blocks
@@ -733,7 +737,8 @@ def _read_groups(theirs: Data, ours: Data) -> None:
 def _write_groups(ours: Data, theirs: Data) -> None:
     """In the words that are there, where they can say it."""
     tower, (groups, inner) = ours["tower"], _groups_of(theirs)
-    n, blocks = tower["layers"], tower["blocks"]
+    n = tower["layers"]
+    blocks = tower["blocks"]
     kinds = n if blocks is None else len(set(blocks))
     if n % inner or kinds != groups * inner:
         groups, inner = kinds, 1
@@ -927,7 +932,8 @@ _T5_DECODER = replace(_T5_ENCODER, cross=_PLAIN, causal=True, relative=T5Bias(1,
 def _t5_tower(tower: str, last: int) -> Weights:
     """`last`: which of the parts of a layer is the feed-forward, after self-attention and perhaps cross-attention: its
     norm is then not that of the second."""
-    ffn, gate = f"{last}.DenseReluDense.", "ffn.gate.weight"
+    ffn = f"{last}.DenseReluDense."
+    gate = "ffn.gate.weight"
     rows: Weights = {
         "0.SelfAttention.{q,k,v,o}.weight": "attention.w{q,k,v,o}.weight",
         "1.EncDecAttention.{q,k,v,o}.weight": "cross.w{q,k,v,o}.weight",
@@ -951,7 +957,8 @@ _T5_FFN |= {f"gated-{name}": (ours, True) for name, ours in ACTIVATIONS.items()}
 
 def _t5_ffn_of(theirs: Data) -> tuple[str, bool]:
     """Activation and gate: what dense_act_fn and is_gated_act say is stronger than feed_forward_proj."""
-    word, act = theirs.get("feed_forward_proj"), theirs.get("dense_act_fn")
+    word = theirs.get("feed_forward_proj")
+    act = theirs.get("dense_act_fn")
     word = "relu" if word is None else word
     for key, value, known in (
         ("feed_forward_proj", word, _T5_FFN),

@@ -169,11 +169,13 @@ class _Cursor:
 
     def tensor(self) -> Entry:
         """A description; where it starts counts from the end of the header."""
-        name, rank = self.text(), self.number("I")
+        name = self.text()
+        rank = self.number("I")
         if not 1 <= rank <= 4:
             raise ValueError(f"the tensor {name!r:.80} has {rank} axes")
         shape = tuple(reversed([self.number("Q") for _ in range(rank)]))
-        number, offset = self.number("I"), self.number("Q")
+        number = self.number("I")
+        offset = self.number("Q")
         if number not in KINDS:
             kinds = {kind.value: kind.name for kind in GGMLQuantizationType}
             why = f"the tensor {name!r:.80} has the type {kinds.get(number, number)}"
@@ -191,12 +193,14 @@ def _header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, Entry]]:
     if version not in (2, 3):
         why = f"version {version}" if version & 0xFFFF else "big-endian"
         raise ValueError(f"it is {why}; little-endian versions 2 and 3 are read")
-    tensors, pairs = cursor.number("Q"), cursor.number("Q")
+    tensors = cursor.number("Q")
+    pairs = cursor.number("Q")
     # Of a pair: the length of its name, type, one byte; of a tensor: length, rank, size, type, offset.
     cursor.need(13 * pairs + 32 * tensors)
     metadata: dict[str, Any] = {}
     for _ in range(pairs):
-        name, kind = cursor.text(), cursor.number("I")
+        name = cursor.text()
+        kind = cursor.number("I")
         if name in metadata:
             raise ValueError(f"{name} occurs twice")
         metadata[name] = cursor.value(kind)
@@ -292,7 +296,9 @@ class Described:
             self._fail(f" is one of {metadata['split.count']} parts of a model; {join}")
         if metadata.get("general.type", "model") != "model":
             self._fail(f" holds a {metadata['general.type']!r:.60}, not a whole model")
-        self.architecture, self.prefix, self.model_type = name, f"{name}.", name
+        self.architecture = name
+        self.prefix = f"{name}."
+        self.model_type = name
         # Keys that were looked at for the config.
         self.used: set[str] = set()
         if name == "llama" and self.number("expert_count", 0):
@@ -304,7 +310,8 @@ class Described:
         frequencies = self.entries.pop(_FREQUENCIES, None)
         if "token_embd.weight" not in self.entries:
             self._fail(" has no tensor token_embd.weight; is it a model?")
-        embedding, output = self.entries["token_embd.weight"], self.entries.get("output.weight")
+        embedding = self.entries["token_embd.weight"]
+        output = self.entries.get("output.weight")
         # The output matrix is the embedding where it is not stored, or stored in the same bytes.
         self.tied = output is None or file.equal(output, embedding)
         if self.tied:
@@ -337,7 +344,9 @@ class Described:
         return {name: torch.empty(s, dtype=dtype, device="meta") for name, (s, _) in parts}
 
     def _config(self, vocab: int, frequencies: Entry | None) -> Data:
-        metadata, keys, kind = self.file.metadata, KEYS[self.model_type], self.model_type
+        metadata = self.file.metadata
+        keys = KEYS[self.model_type]
+        kind = self.model_type
         act = {"activation_function": "gelu_new"} if kind == "gpt2" else {"hidden_act": "silu"}
         config: Data = {
             "architectures": [next(iter(FAMILIES[kind].heads))],
@@ -407,7 +416,9 @@ class Described:
     def _llama3(self, entry: Entry, config: Data) -> Data:
         """Llama 3's scaling of RoPE, of which the file has only what came of it, a divisor for each frequency."""
         divisors = self.file.read(entry, 0, entry.rows, torch.float32).flatten()
-        head_dim, base, factor = config["head_dim"], config["rope_theta"], float(divisors.max())
+        head_dim = config["head_dim"]
+        base = config["rope_theta"]
+        factor = float(divisors.max())
         # What counts is the ratio of these lengths to the factors 1 and 4, which every Llama 3 has.
         for length in (8192, *(2**n for n in range(4, 21))):
             scaled = Rope(base, scaling=Llama3(factor, original_len=length)).frequencies(head_dim)
@@ -420,9 +431,11 @@ class Described:
 
     def _parts(self, entry: Entry) -> Iterator[tuple[str, Part]]:
         """What an entry is in the folder: one tensor, or one for each expert of a stack."""
-        gpt2, shape = self.model_type == "gpt2", entry.shape
+        gpt2 = self.model_type == "gpt2"
+        shape = entry.shape
         for theirs, to in (_GPT2_TENSORS if gpt2 else _LLAMA_TENSORS).items():
-            match, name = _pattern(theirs).fullmatch(entry.name), to.ours
+            match = _pattern(theirs).fullmatch(entry.name)
+            name = to.ours
             if match is not None:
                 break
         else:
@@ -486,7 +499,8 @@ def from_gguf(
     progress: store.Progress = lambda done, total: None,
 ) -> None:
     """Write the folder: the model, and `files` (the tokenizer's)."""
-    blank, done = described.shapes(dtype), itertools.count(1)
+    blank = described.shapes(dtype)
+    done = itertools.count(1)
 
     def read(name: str) -> torch.Tensor:
         progress(next(done), len(blank))

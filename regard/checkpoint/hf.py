@@ -100,8 +100,10 @@ def from_hf(module: nn.Module) -> Model:
 
 def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -> Model:
     """Their config and tensors -> our model."""
-    kind, count = theirs.get("model_type"), len(source)
-    family, repeated = None, set[str]()
+    kind = theirs.get("model_type")
+    count = len(source)
+    family = None
+    repeated = set[str]()
     if kind == NATIVE:
         _check_counts(theirs.get("config"), ("layers",), count)
         model = _empty(read_native(theirs), theirs)
@@ -239,7 +241,8 @@ def _modern(source: Source, family: Family) -> Source:
 def _settle(config: Any, family: Family, source: Source) -> tuple[Any, set[str]]:
     """What only the tensors tell: whether a bare body has a pooler, whether what could be tied is.
     Returns the config and the tensors that merely repeat another."""
-    ours, skip = to_dict(config), set()
+    ours = to_dict(config)
+    skip = set()
     if family.pooler and ours["head"] is None and family.pooler in source:
         put(ours, "pooler", "tanh")
     for name, twins, switch in family.twins:

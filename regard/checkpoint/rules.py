@@ -453,7 +453,8 @@ def expert_groups(limited: str | None, default: tuple[int, int]) -> Group:
     `limited`; V3 (None) always does."""
 
     def read(theirs: Data, ours: Data) -> None:
-        experts, method = ours["tower"]["ffn"][1], theirs.get("topk_method")
+        experts = ours["tower"]["ffn"][1]
+        method = theirs.get("topk_method")
         if limited is not None and method not in (None, "greedy", limited):
             raise wrong(f"topk_method is {method!r}; known: greedy, {limited}")
         on = limited is None or method == limited
@@ -502,7 +503,8 @@ CAUSAL = Group(("is_causal",), _read_causal, _write_causal)
 
 
 def _read_labels(theirs: Data, ours: Data) -> None:
-    names, count = theirs.get("id2label"), theirs.get("num_labels")
+    names = theirs.get("id2label")
+    count = theirs.get("num_labels")
     count = 2 if count is None else count
     put(ours, "head.labels", len(names) if names else count)
 
@@ -602,7 +604,8 @@ class Family:
 
     def _at(self, place: str) -> tuple[str, ...]:
         """Their names for a tensor of ours."""
-        end, tables = place.rpartition(".")[2], (self.rows, *self.head_rows.values())
+        end = place.rpartition(".")[2]
+        tables = (self.rows, *self.head_rows.values())
         rows = (row for table in tables for row in table.items())
         return tuple(n.replace("*", end) for n, to in rows if to.ours.replace("*", end) == place)
 
@@ -615,9 +618,11 @@ class Family:
     def twins(self) -> list[tuple[str, tuple[str, ...], str]]:
         """A tensor, what it repeats (the first of these that is stored), our switch for that: a tied head, tables that
         two sides share, and one tensor under two names."""
-        words, target = self._at("embedding.weight"), self._at("target.weight")
+        words = self._at("embedding.weight")
+        target = self._at("target.weight")
         words += self._at("source.weight")
-        first, bias = words[:1], self._at("head.bias")
+        first = words[:1]
+        bias = self._at("head.bias")
         tied = [(name, first + target, "head.tied") for name in self._at("head.weight")]
         shared = [(name, first, "shared") for name in words[1:] + target]
         return tied + shared + [(name, bias[:1], "") for name in bias[1:]]

@@ -34,7 +34,8 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 GGUF = ".gguf"
 MAPPED = 2**20  # bytes of a tensor from which on mapping it is worth while
 # The largest models have some 150,000 tensors, a few hundred bytes of table each, in many files.
-TENSORS, HEADER_BYTES = 500_000, 32 * 2**20
+TENSORS = 500_000
+HEADER_BYTES = 32 * 2**20
 # Called with how many tensors are done, and how many there are.
 Progress = Callable[[int, int], None]
 DTYPES = {f"F{n}": getattr(torch, f"float{n}") for n in (64, 32, 16)}
@@ -74,7 +75,8 @@ class Source(dict[str, Stored]):
 
 def weights(folder: Path, mapped: bool = False) -> Source:
     """The tensors of a folder: names, shapes and dtypes at once, contents on request; `mapped` as in `load`."""
-    source, where = Source(), dict[str, str]()
+    source = Source()
+    where = dict[str, str]()
     for path in _files(folder):
         start, entries = header(path)
         for name, entry in entries.items():
@@ -138,7 +140,8 @@ def unpacked(source: Source, block: tuple[int, int]) -> Source:
     scales = {name + SCALE for name in packed}
     plain = Source({name: x for name, x in source.items() if name not in scales})
     for name in packed:
-        shape, scale = source[name].shape, source[name + SCALE].shape
+        shape = source[name].shape
+        scale = source[name + SCALE].shape
         if len(shape) != 2 or scale != tuple(-(-n // b) for n, b in zip(shape, block)):
             has = f"of shape {shape} has scales of shape {scale}"
             fit = f"which does not fit blocks of {block[0]} x {block[1]}"
@@ -246,7 +249,9 @@ def _write_file(
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
-        x, begin, end = tensors[name], end, end + tensors[name].nbytes
+        x = tensors[name]
+        begin = end
+        end = end + tensors[name].nbytes
         header[name] = {"dtype": kinds[x.dtype], "shape": [*x.shape], "data_offsets": [begin, end]}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -18,7 +18,8 @@ def choices(name: str) -> list[str]:
     choice = re.search(r"\{([^{}]*,[^{}]*)\}", name)
     if choice is None:
         return [name]
-    front, back = name[: choice.start()], name[choice.end() :]
+    front = name[: choice.start()]
+    back = name[choice.end() :]
     return [c for part in choice[1].split(",") for c in choices(front + part + back)]
 
 
@@ -129,7 +130,8 @@ def written_out(table: Weights) -> dict[str, To]:
             out |= written_out(under(key, "tower.blocks.{i}.", row))
             continue
         to = To(row) if isinstance(row, str) else row
-        names, places = choices(key), choices(to.ours)
+        names = choices(key)
+        places = choices(to.ours)
         places = [" ".join(places)] if len(names) == 1 else places
         out |= {n: replace(to, ours=place) for n, place in zip(names, places, strict=True)}
     return out

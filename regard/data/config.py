@@ -19,6 +19,7 @@ from regard.config import Choice, Count, Fraction, Positive, Share, Whole, setti
 from regard.data import feed as feeds
 from regard.data import tokens
 from regard.data.held import hold_out, tell_shared
+from regard.data.image_feed import CaptionFeed, ImageFeed
 from regard.data.samplers import OVERLONG
 from regard.data.shards import Column, Shards, SourceHashes, Writer, prepare
 from regard.data.source import ARRAYS, ROLES, UNITS, Source, format_of
@@ -51,8 +52,10 @@ KINDS: dict[str, Kind] = {
     "caption": Kind(("image", "label"), tokens.fill_captions, ("label",)),
 }
 # Kinds whose documents are plain text, or the target of a source; that may share a row; that hold chats; pictures.
-PLAIN, PICTURED = ("lm", "mlm"), ("image", "caption")
-ROWED, CHATS = (*PLAIN, "chat"), ("chat", "prefer")
+PLAIN = ("lm", "mlm")
+PICTURED = ("image", "caption")
+ROWED = (*PLAIN, "chat")
+CHATS = ("chat", "prefer")
 TEXTS = tuple(name for name, kind in KINDS.items() if kind.texts and name not in PICTURED)
 # Formats with columns that have names; JSON that is a list has them too.
 TABLES = ("tsv", "csv", "jsonl", "squad", "parquet", "arrow", "hub", "npz")
@@ -117,7 +120,8 @@ class Data:
     paste: Share = 0.0  # share into which a piece of another is pasted (CutMix)
 
     def __post_init__(self) -> None:
-        files, numbers = len(_tuple(self.train)), len(self.weights)
+        files = len(_tuple(self.train))
+        numbers = len(self.weights)
         if self.weights and (numbers != files or self.target):
             raise UsageError(
                 f"weights has {numbers} numbers, train {files} files; give one for each, no target"
@@ -270,7 +274,8 @@ def load(
         classes = classes or parts[0].notes.get("classes", [])
     columns = {n: Column.join([part.columns[n] for part in parts]) for n in parts[0].columns}
     sizes = [len(next(iter(part.columns.values()))) for part in parts]
-    name, held = parts[0].fingerprint, None
+    name = parts[0].fingerprint
+    held = None
     if data.weights:
         name = f"{data.weights} of {' '.join(part.fingerprint for part in parts)}"
     # What is held out is chosen first, and only what is left is mixed: it is never trained on.
@@ -282,7 +287,9 @@ def load(
         tell_shared(columns, valid.columns)
     elif data.held:
         split = hold_out(columns, sizes, data.held, task == "lm" and data.pack != "none")
-        columns, rows, name = split.columns, split.rows, f"{name} without {split.name}"
+        columns = split.columns
+        rows = split.rows
+        name = f"{name} without {split.name}"
         rest = {n: column.take(split.held) for n, column in columns.items()}
         held = feed_of(task, data, coder, batching, rest, f"{split.name} of {name}", None)
     if data.weights or data.held:
@@ -392,7 +399,7 @@ def feed_of(
     more: dict[str, Any] = {"batching": batching, "held": held, "fingerprint": name}
     if task == "image":
         more |= {n: getattr(data, n) for n in ("shift", "flip", "paste")}
-        return feeds.ImageFeed(columns["images"], columns["labels"], **more)
+        return ImageFeed(columns["images"], columns["labels"], **more)
     assert coder is not None
     more["pad"] = coder.pad
     if task in ("caption", "seq2seq"):
@@ -402,7 +409,7 @@ def feed_of(
     if task == "caption":
         more |= {n: getattr(data, n) for n in ("shift", "flip")}
         numbers = Column(np.arange(len(columns["images"])))
-        return feeds.CaptionFeed(columns["images"], numbers, texts=columns["target"], **more)
+        return CaptionFeed(columns["images"], numbers, texts=columns["target"], **more)
     if task in ROWED:
         prompts = None
         if asked := columns.get("prompts"):

@@ -268,7 +268,8 @@ def infill(
     ids: Tensor, mask: int, generator: Generator, rate: float = 0.3, mean: float = 3.0
 ) -> Tensor:
     """The text with about `rate` of it behind masks, one a span."""
-    wanted, sizes = round(len(ids) * rate), _tensor(())
+    wanted = round(len(ids) * rate)
+    sizes = _tensor(())
     while int(sizes.sum()) < wanted:
         more = torch.poisson(torch.full((wanted + 1,), mean), generator=generator).long()
         sizes = torch.cat([sizes, more])

@@ -1,6 +1,6 @@
 """Batches: what a training step is given, whatever the task, and the feeds that they come from. `TextFeed` is for
-language models, `PairFeed` for translation and its like, `LabelFeed` for classes of texts, tokens and spans,
-`ImageFeed` for pictures.
+language models, `PairFeed` for translation and its like, `LabelFeed` for classes of texts, tokens and spans;
+image_feed.py has those of pictures.
 
 A feed holds arrays of numbers (mapped from disk or not) and settings; batch k is a function of them and of k, so that
 no state has to be saved: it can be made at any time, in any process. `held` is a second feed over the data that is only
@@ -19,17 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.config import Choice, Count, Seed, Share, ranged, settings
+from regard.config import Choice, Count, Seed, settings
 from regard.data.samplers import (
-    CHANGES,
     OVERLONG,
-    PASTES,
     BucketSampler,
     PackSampler,
     ShuffleSampler,
     StreamSampler,
     cut,
-    draws,
     ranges,
 )
 from regard.data.shards import Column, Joined, digest
@@ -280,7 +277,8 @@ class TextFeed(Base):
         check_choice("pack", pack, PACKS)
         if b.length is None and pack != "none":
             raise UsageError(f"pack = {pack!r} needs the length of a row: length = N")
-        self.extra, self.flat = int(self.shift), pack in ("stream", "windows")
+        self.extra = int(self.shift)
+        self.flat = pack in ("stream", "windows")
         if (prompts is not None or self.learned is not None) and self.flat:
             what = "prompts" if self.learned is None else "turns"
             raise UsageError(f"pack = {pack!r} knows no {what}; choose documents or none")
@@ -317,7 +315,8 @@ class TextFeed(Base):
             raise DataError("no document has a token to learn; give longer ones")
         short = int((~kept).sum())
         self.note = pieces.note + (f"; {short:,} too short to learn from" if short else "")
-        self.row, self.inside = pieces.row[kept], pieces.start[kept]
+        self.row = pieces.row[kept]
+        self.inside = pieces.start[kept]
         self.start = documents.starts(self.row) + self.inside
         self.size = pieces.size[kept] - self.extra
 
@@ -334,23 +333,29 @@ class TextFeed(Base):
             counts = counts[part]
             pieces = packed[ranges(bins[chosen], counts)]
         else:
-            pieces, counts, whole = chosen, np.ones_like(chosen), self.size[numbers]
+            pieces = chosen
+            counts = np.ones_like(chosen)
+            whole = self.size[numbers]
             width = self.batching.width(whole)
         # Rows of `width`, row i with counts[i] pieces side by side.
-        size, inside = self.size[pieces], self.inside[pieces]
+        size = self.size[pieces]
+        inside = self.inside[pieces]
         row = np.repeat(np.arange(len(counts)), counts)
         # Of a piece in its row: its number, and how many tokens stand before it.
         number = ranges(np.zeros_like(counts), counts)
-        first, starts = np.cumsum(counts) - counts, np.cumsum(size) - size
+        first = np.cumsum(counts) - counts
+        starts = np.cumsum(size) - size
         before = starts - np.repeat(starts[first], counts)
-        place, source = ranges(row * width + before, size), ranges(self.start[pieces], size)
+        place = ranges(row * width + before, size)
+        source = ranges(self.start[pieces], size)
 
         def rows(fill: int, values: np.ndarray) -> np.ndarray:
             array = np.full((len(counts), width), fill, np.int64)
             array.reshape(-1)[place] = values
             return array
 
-        learned, more = self.values[source + self.extra].astype(np.int64), {}
+        learned = self.values[source + self.extra].astype(np.int64)
+        more = {}
         if self.pack == "documents":
             more["doc"] = rows(-1, np.repeat(number, size))
         if self.prompts is not None:
@@ -360,7 +365,8 @@ class TextFeed(Base):
             more["prefix"] = rows(0, np.repeat(before + kept, size))
         if self.learned is not None:
             learned[self.learned.values[source + self.extra] == 0] = IGNORE
-        ids, labels = rows(self.pad, self.values[source]), rows(IGNORE, learned)
+        ids = rows(self.pad, self.values[source])
+        labels = rows(IGNORE, learned)
         return tensors(ids, labels, np.add.reduceat(size, first), whole, **more)
 
     def _stretches(
@@ -412,7 +418,8 @@ def ends_of(around: Around, batching: Batching, what: str) -> tuple[tuple[int, .
     if batching.overlong == "split":
         raise UsageError(f"{what} cannot be split; say overlong = error, truncate or drop")
     before, after = map(tuple, around)
-    special, length = len(before) + len(after), batching.length
+    special = len(before) + len(after)
+    length = batching.length
     if length is not None and length <= special:
         raise UsageError(f"length = {length} leaves no room beside {special} special tokens")
     return before, after
@@ -456,16 +463,23 @@ class PairFeed(Base):
         self.order = BucketSampler(b.padded(self.sizes), b.tokens, b.rows, b.seed)
 
     def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
-        read, written = self.source_sizes[numbers], self.target_sizes[numbers]
-        source_width, width = self.batching.width(read), self.batching.width(written)
-        row, sizes, steps = self.kept[numbers[part]], read[part], written[part]
+        read = self.source_sizes[numbers]
+        written = self.target_sizes[numbers]
+        source_width = self.batching.width(read)
+        width = self.batching.width(written)
+        row = self.kept[numbers[part]]
+        sizes = read[part]
+        steps = written[part]
         size = sizes - len(self.before) - len(self.after)
         around = (self.pad, self.before, self.after)
-        values, starts = self.source.values, self.source.starts(row)
+        values = self.source.values
+        starts = self.source.starts(row)
         more = {"source": framed(values, starts, size, source_width, *around)}
         if (read < source_width).any():
             more["source_lengths"] = sizes
-        values, starts, whole = self.target.values, self.target.starts(row), self.lengths[row]
+        values = self.target.values
+        starts = self.target.starts(row)
+        whole = self.lengths[row]
         ids = framed(values, starts, steps - 1, width, self.pad, (self.start,))
         labels = framed(values, starts, np.minimum(whole, steps), width, IGNORE)
         ended = np.flatnonzero(whole < steps)
@@ -555,13 +569,16 @@ class LabelFeed(Base):
 
     def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
         whole = self.cut.size[numbers]
-        width, sizes, row = self.batching.width(whole), whole[part], self.cut.row[numbers[part]]
+        width = self.batching.width(whole)
+        sizes = whole[part]
+        row = self.cut.row[numbers[part]]
         size = sizes - len(self.before) - len(self.after)
         starts = self.texts.starts(row)
         ids = framed(self.texts.values, starts, size, width, self.pad, self.before, self.after)
         each = self.labels.ends is not None
         if each:
-            values, starts = self.labels.values, self.labels.starts(row)
+            values = self.labels.values
+            starts = self.labels.starts(row)
             labels = framed(values, starts, size, width, IGNORE, (IGNORE,) * len(self.before))
         else:
             labels = self.labels.at(row).astype(np.int64)
@@ -582,113 +599,3 @@ def types_of(ids: Any, divider: int) -> Any:
     """1 behind the first divider of each row, else 0."""
     found = ids == divider
     return ((found.cumsum(1) - 1 * found) > 0) * 1
-
-
-@dataclass(eq=False)
-@ranged
-class ImageFeed(Base):
-    """Pictures, bytes (n h w c), and a class for each: x / 255, minus `mean`, over `std`.
-
-    While training, each is moved by at most `shift` pixels either way (black comes in) and, with `flip`, mirrored every
-    other time; into the share `paste` of them a piece of the batch's next picture is pasted, of any size, and its class
-    is counted by area (CutMix, Yun et al. 2019)."""
-
-    pictures: Column
-    labels: Column
-    batching: Batching
-    _: KW_ONLY
-    mean: Sequence[float] = (0.5,)
-    std: Sequence[float] = (0.5,)
-    shift: int = 0
-    flip: bool = False
-    paste: Share = 0.0
-    held: ImageFeed | None = None
-    fingerprint: str = ""
-
-    def __post_init__(self) -> None:
-        if self.batching.rows is None:
-            raise UsageError("a batch of pictures is counted in rows: rows = N")
-        self.order = ShuffleSampler(len(self.pictures), self.batching.rows, self.batching.seed)
-        changes: dict[str, Any] = {"mean": list(self.mean), "std": list(self.std)}
-        changes |= {"shift": self.shift, "flip": self.flip}
-        changes |= {"paste": self.paste} if self.paste else {}
-        self.sign({"pictures": self.pictures, "labels": self.labels}, **changes)
-
-    def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
-        rows = np.arange(len(numbers))[part]
-        labels, more = self.labels.at(numbers).astype(np.int64), {}
-        if k is None or not self.paste:
-            x = self._changed(numbers, rows, k)
-        else:
-            further = (rows + 1) % len(numbers)
-            x = self._changed(numbers, np.append(rows, further[-1]), k)
-            # A box of the next picture in some, of any size and anywhere; 0 pixels in the others.
-            drawn = self._draws(PASTES, k, len(numbers), 4)[rows]
-            chance, area = (drawn[:, 2:] / 2.0**64).T
-            ratio = np.where(chance < self.paste, np.sqrt(area), 0.0)[:, None]
-            inside = boxes(x.shape[1:3], drawn[:, :2], (ratio * x.shape[1:3]).astype(np.int64))
-            x = np.where(inside[..., None], x[1:], x[:-1])
-            area = inside.mean((1, 2), dtype=np.float32)
-            more = {"pasted_labels": labels[further], "pasted_area": area}
-        mean, std = (np.array(n, np.float32).reshape(-1, 1, 1) for n in (self.mean, self.std))
-        x = (x.transpose(0, 3, 1, 2).astype(np.float32) / 255 - mean) / std
-        more |= {"ids": np.ascontiguousarray(x), "labels": labels[rows]}
-        return Batch(**{name: torch.from_numpy(x) for name, x in more.items()})
-
-    def _draws(self, purpose: int, k: int, n: int, each: int) -> np.ndarray:
-        return draws(self.batching.seed, purpose, k, each * n).reshape(-1, each)
-
-    def _changed(self, numbers: np.ndarray, rows: np.ndarray, k: int | None) -> np.ndarray:
-        """These rows of a batch: moved and mirrored, if it is the k-th of training."""
-        x = self.pictures.at(numbers[rows])
-        height, width = x.shape[1:3]
-        if k is not None and (self.shift or self.flip):
-            drawn, by = self._draws(CHANGES, k, len(numbers), 3)[rows], self.shift
-            black = np.pad(x, ((0, 0), (by, by), (by, by), (0, 0)))
-            from_ = (drawn[:, :2] % np.uint64(2 * by + 1)).astype(np.int64)
-            down, right = np.arange(height) + from_[:, :1], np.arange(width) + from_[:, 1:]
-            if self.flip:
-                right = np.where(drawn[:, 2:] & np.uint64(1), right[:, ::-1], right)
-            x = black[np.arange(len(x))[:, None, None], down[:, :, None], right[:, None]]
-        return x
-
-    def describe(self) -> str:
-        size = "{1} x {0}".format(*self.pictures.values.shape[1:3])
-        return f"{len(self.pictures):,} pictures of {size}; {self.epoch:,} batches a pass"
-
-
-@dataclass(eq=False)
-class CaptionFeed(ImageFeed):
-    """Pictures as an ImageFeed has them, for an encoder, and a text for each: a decoder reads `start` text and must say
-    text `end`."""
-
-    _: KW_ONLY
-    texts: Column
-    start: int
-    end: int
-    pad: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.sizes = self.texts.lengths + 1
-        special = {"start": self.start, "end": self.end, "pad": self.pad}
-        self.sign({"texts": self.texts}, texts=self.texts.fingerprint, **special)
-
-    def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
-        assert self.sizes is not None
-        pictures, whole = super().make(numbers, part, k).ids, self.sizes[numbers]
-        steps, width = whole[part], self.batching.width(whole)
-        text = (self.texts.values, self.texts.starts(numbers[part]), steps - 1, width)
-        ids = framed(*text, self.pad, (self.start,))
-        labels = framed(*text, IGNORE, (), (self.end,))
-        return tensors(ids, labels, steps, whole, source=pictures.numpy())
-
-
-def boxes(size: tuple[int, ...], drawn: np.ndarray, sides: np.ndarray) -> np.ndarray:
-    """Where (b h w) a box with these sides (b 2) is, its middle anywhere by two draws (b 2); the rest is cut off."""
-    first = (drawn % np.array(size, np.uint64)).astype(np.int64) - sides // 2
-    rows, columns = (
-        (np.arange(n) >= first[:, a, None]) & (np.arange(n) < (first + sides)[:, a, None])
-        for a, n in enumerate(size)
-    )
-    return rows[:, :, None] & columns[:, None]

@@ -30,7 +30,8 @@ class Split(NamedTuple):
 def hold_out(columns: dict[str, Column], sizes: list[int], share: float, tail: bool) -> Split:
     """Hold out a share of each data set, of so many examples: its end (`tail`; of a single text the end of that), or
     examples here and there. Copies of an example are all on one side, that of the first of them."""
-    edges, name = np.cumsum([0, *sizes]), f"{share}"
+    edges = np.cumsum([0, *sizes])
+    name = f"{share}"
     if tail and columns.keys() == {"ids"}:
         column = columns["ids"]
         assert column.ends is not None
@@ -93,7 +94,8 @@ def _probes(column: Column) -> Iterator[np.ndarray]:
         rows = (_digest(row) for block in column.blocks() for row in block)
         yield np.frombuffer(b"".join(rows), np.uint64)[::2]
         return
-    every, sizes = np.arange(len(column)), column.lengths
+    every = np.arange(len(column))
+    sizes = column.lengths
     yield sizes
     for i in range(PROBES):
         place = column.starts(every) + np.maximum(sizes - 1, 0) * i // (PROBES - 1)

@@ -96,7 +96,8 @@ def _idx(path: Path) -> np.ndarray:
         data = stream.read()
     if len(data) < 4 or data[:2] != b"\0\0" or data[2] not in IDX or len(data) < 4 + 4 * data[3]:
         raise DataError(f"{path} is not an idx file")
-    kind, axes = np.dtype(IDX[data[2]]), data[3]
+    kind = np.dtype(IDX[data[2]])
+    axes = data[3]
     shape = np.frombuffer(data, ">u4", axes, 4).tolist()
     size = 4 + 4 * axes + math.prod(shape) * kind.itemsize
     if len(data) != size:
@@ -126,7 +127,8 @@ def _folder(path: Path, source: Source) -> tuple[np.ndarray, list[str]]:
 
 
 # Of pictures that somebody sent: what kinds, and how many pixels.
-SENT, MOST_PIXELS = ("PNG", "JPEG"), 1 << 24
+SENT = ("PNG", "JPEG")
+MOST_PIXELS = 1 << 24
 
 
 def read_picture(
@@ -193,7 +195,8 @@ def normal_of(origin: Any) -> tuple[np.ndarray, np.ndarray, int]:
     """Mean and standard deviation of the channels, and the number of Pillow's filter for scaling."""
     try:
         settings = json.loads(origin.files.get("preprocessor_config.json", b"{}"))
-        mean, std = settings.get("image_mean") or 0.5, settings.get("image_std") or 0.5
+        mean = settings.get("image_mean") or 0.5
+        std = settings.get("image_std") or 0.5
         if not settings.get("do_normalize", True):
             mean, std = 0.0, 1.0
         sides = [np.atleast_1d(np.array(side, np.float32)) for side in (mean, std)]

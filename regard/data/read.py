@@ -38,7 +38,8 @@ from regard.data.source import matching_files as matching_files
 from regard.errors import UsageError, notice
 
 # Roles that a record may lack; and a column that is taken where there is none of a role's name.
-OPTIONAL, INSTEAD = ("tools", "prompt", "system", "input"), {"messages": "conversations"}
+OPTIONAL = ("tools", "prompt", "system", "input")
+INSTEAD = {"messages": "conversations"}
 SPAN = {"question", "context", "answers"}  # of a row of SQuAD
 # Rows of a table that are looked at for a delimiter and a header; delimiters, and words that columns are called by.
 LOOK, DELIMITERS = 50, ",;\t|"
@@ -77,7 +78,8 @@ def _records(source: Source, roles: Sequence[str]) -> Iterator[Record]:
         yield from _parallel(source, roles)
         return
     for path in paths:
-        empty, kind = True, format_of(path, source.format)
+        empty = True
+        kind = format_of(path, source.format)
         if kind not in READERS:
             raise UsageError(f"{path} holds no text; text comes as {', '.join(READERS)}")
         for record in READERS[kind](path, source, roles):
@@ -115,7 +117,8 @@ def _paragraphs(path: Path, encoding: str) -> Iterator[str]:
 
 def _marked(path: Path, source: Source) -> Iterator[str]:
     """What stands between markers, which may hold line breaks."""
-    marker, found = source.marker.replace("\r\n", "\n"), False
+    marker = source.marker.replace("\r\n", "\n")
+    found = False
     # Of the document so far: parts without a marker, and the end, in which one may begin.
     held: list[str] = []
     end = ""
@@ -124,7 +127,8 @@ def _marked(path: Path, source: Source) -> Iterator[str]:
         for part in rest:
             found = True
             yield "".join([*held, first]).strip("\n")
-            held, first = [], part
+            held = []
+            first = part
         size = max(len(first) - len(marker) + 1, 0)
         held.append(first[:size])
         end = first[size:]
@@ -138,7 +142,8 @@ def _marked(path: Path, source: Source) -> Iterator[str]:
 
 def _parallel(source: Source, roles: Sequence[str]) -> Iterator[Record]:
     """Two files side by side: line i of one belongs to line i of the other."""
-    here, there = source.files(), source.beside_files()
+    here = source.files()
+    there = source.beside_files()
     if len(roles) != 2 or len(here) != len(there):
         raise UsageError(
             f"{len(here)} files and {len(there)} beside them cannot be read as {', '.join(roles)}; give two files of "
@@ -146,7 +151,8 @@ def _parallel(source: Source, roles: Sequence[str]) -> Iterator[Record]:
         )
     for left, right in zip(here, there):
         both_lines = (lines(path, source.encoding) for path in (left, right))
-        sides, count = zip_longest(*both_lines), 0
+        sides = zip_longest(*both_lines)
+        count = 0
         for both in sides:
             if None in both:
                 more = count + 1 + sum(1 for _ in sides)
@@ -201,7 +207,9 @@ def _table(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]
     head = [*islice(rows, LOOK)]
     if not head:
         return
-    first, names, header = head[0][1], [source.column(role) for role in roles], source.header
+    first = head[0][1]
+    names = [source.column(role) for role in roles]
+    header = source.header
     if header is None:
         header = not all(str(name).isdecimal() for name in (*names, *source.columns.values()))
         if not header and _titled([row for _, row in head], [int(name) for name in names]):
@@ -335,7 +343,8 @@ def _squad(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]
     """Questions on a text: `text` is the question, `second` the text, `start` and `end` the answer's characters. A file
     that is a list has its examples in it."""
     try:
-        data, number = _json(path, source), 0
+        data = _json(path, source)
+        number = 0
         if isinstance(data, list):
             for i, row in enumerate(data, 1):
                 yield _picked(dict(row), source, roles, f"example {i} of {path}")
@@ -378,7 +387,9 @@ def _dataset(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Recor
 def _dataset_rows(path: Path, source: Source) -> Iterator[dict[str, Any]]:
     kind = format_of(path, source.format)
     load = needed("datasets", f"reading {kind}", "datasets").load_dataset
-    name, split, files = kind, "train", {"data_files": str(path)}
+    name = kind
+    split = "train"
+    files = {"data_files": str(path)}
     if kind == "hub":
         (name, _, split), files = str(path).partition(":"), {}
     try:

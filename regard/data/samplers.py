@@ -24,7 +24,10 @@ ORDER, BATCHES, WINDOWS, CHANGES, PASTES, COMPANY, BORDERS = 0, 1, 2, 3, 5, 6, 7
 WIDER = 1.1
 # How often pieces of about one size may trade places before a pass: with the next one, the second next, the fourth,
 # and so on, REACH powers of two. Of MANY pieces more have one size, and less often will do.
-SWEEPS, FEWER, MANY, REACH = 64, 16, 1 << 16, 8
+SWEEPS = 64
+FEWER = 16
+MANY = 1 << 16
+REACH = 8
 
 
 def draws(seed: int, purpose: int, k: int, count: int) -> np.ndarray:
@@ -41,7 +44,9 @@ class ShuffleSampler:
     version: ClassVar[int] = 2
 
     def __init__(self, n: int, rows: int, seed: int):
-        self.n, self.rows, self.seed = n, min(rows, n), seed
+        self.n = n
+        self.rows = min(rows, n)
+        self.seed = seed
         self.epoch = -(-n // self.rows)
         self._pass: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))
 
@@ -87,8 +92,10 @@ class PackSampler(ShuffleSampler):
     def _packed(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         keys = draws(self.seed, COMPANY, number, len(self.sizes))
         pieces = np.lexsort((keys, -self.sizes))
-        size, coins = self.sizes[pieces], keys[pieces]
-        row, spare = self.row.copy(), self.spare.copy()
+        size = self.sizes[pieces]
+        coins = keys[pieces]
+        row = self.row.copy()
+        spare = self.spare.copy()
         for sweep in range(SWEEPS if len(row) < MANY else FEWER):
             step = sweep % REACH
             longer = np.arange(max(len(row) - (1 << step), 0))
@@ -99,7 +106,9 @@ class PackSampler(ShuffleSampler):
             more = size[longer] - size[other]
             # A row takes all that it is offered, or nothing.
             fits = (np.bincount(row[other], more, len(spare)) <= spare)[row[other]]
-            longer, other, more = longer[fits], other[fits], more[fits]
+            longer = longer[fits]
+            other = other[fits]
+            more = more[fits]
             gains = [np.bincount(row[side], more, len(spare)) for side in (longer, other)]
             spare = spare + (gains[0] - gains[1]).astype(np.int64)
             row[longer], row[other] = row[other], row[longer]
@@ -112,7 +121,8 @@ class BucketSampler:
     rows. Each pass has every example once; which ones meet, and the order of the batches, is shuffled for each pass."""
 
     def __init__(self, lengths: np.ndarray, tokens: int | None, rows: int | None, seed: int):
-        self.n, self.seed = len(lengths), seed
+        self.n = len(lengths)
+        self.seed = seed
         tokens = tokens or int(lengths.max()) * self.n
         if lengths.max() > tokens:
             raise DataError(
@@ -129,7 +139,8 @@ class BucketSampler:
             if held >= 2 * min(rows, tokens // length) and length > first * WIDER:
                 limits.append(last)
                 first, held = length, 0
-            held, last = held + more, length
+            held = held + more
+            last = length
         limits.append(last)
         self.bucket = np.searchsorted(limits, lengths)
         sizes: list[int] = []
@@ -160,7 +171,10 @@ class StreamSampler:
     last token comes the first. Or rows begin anywhere (`random`), as nanoGPT draws them."""
 
     def __init__(self, n: int, length: int, extra: int, rows: int, seed: int, random: bool):
-        self.n, self.length, self.seed, self.random = n - extra, length, seed, random
+        self.n = n - extra
+        self.length = length
+        self.seed = seed
+        self.random = random
         count = max(self.n // length, 1) if random else -(-self.n // length)
         self.shuffle = ShuffleSampler(count, rows, seed)
         self.rows = rows if random else self.shuffle.rows
@@ -205,12 +219,14 @@ def cut(
     """Examples cut to `limit` tokens by the policy. Pieces of a split one share `overlap` tokens: what is only a label
     in one is what the next one reads first."""
     check_choice("overlong", policy, OVERLONG)
-    row, size = np.arange(len(lengths)), lengths.astype(np.int64)
+    row = np.arange(len(lengths))
+    size = lengths.astype(np.int64)
     start = np.zeros_like(size)
     long = size > (np.iinfo(np.int64).max if limit is None else limit)
     if limit is None or not long.any():
         return Pieces(row, start, size, "")
-    over, step = f"{long.sum():,}", limit - overlap
+    over = f"{long.sum():,}"
+    step = limit - overlap
     if policy == "error":
         raise DataError(
             f"the longest {what} has {size.max() - overlap:,} tokens, a row holds {step:,} ({over} of "
@@ -219,7 +235,9 @@ def cut(
     if policy == "drop":
         if long.all():
             raise DataError(f"every {what} is longer than {step:,} tokens, and was dropped")
-        row, start, size = row[~long], start[~long], size[~long]
+        row = row[~long]
+        start = start[~long]
+        size = size[~long]
     elif policy == "truncate":
         size = np.minimum(size, limit)
     else:
@@ -248,7 +266,8 @@ def best_fit(sizes: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
             if not free[left]:
                 some &= ~(1 << left)
         else:
-            left, box = room, len(bins)
+            left = room
+            box = len(bins)
             bins.append([])
         bins[box].append(i)
         free[left - size].append(box)

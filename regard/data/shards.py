@@ -37,7 +37,8 @@ class Joined:
     """Arrays end to end. Nothing is copied but what is asked for."""
 
     def __init__(self, parts: Sequence[np.ndarray]):
-        self.parts, self.dtype = parts, parts[0].dtype
+        self.parts = parts
+        self.dtype = parts[0].dtype
         self.bounds = np.cumsum([0, *map(len, parts)])
 
         self.shape = (int(self.bounds[-1]), *parts[0].shape[1:])
@@ -130,7 +131,8 @@ class Column:
     @property
     def fingerprint(self) -> str:
         """The same for the same rows, however they are stored."""
-        whole, count = hashlib.sha256(), len(self) if self.ends is None else len(self.stream)
+        whole = hashlib.sha256()
+        count = len(self) if self.ends is None else len(self.stream)
         whole.update(f"{self.values.dtype}{(count, *self.values.shape[1:])}".encode())
         for block in self.blocks():
             whole.update(np.ascontiguousarray(block).data)
@@ -195,7 +197,8 @@ class SourceHashes:
     which were read since: nothing wrote to a file, and nothing took its place."""
 
     def __init__(self, paths: Sequence[Path]):
-        self.paths, self.states = paths, [self.state(path) for path in paths]
+        self.paths = paths
+        self.states = [self.state(path) for path in paths]
         self.hashes = [sha256(path) for path in paths]
 
     @staticmethod
@@ -321,7 +324,8 @@ class Writer:
 
     def long(self, name: str, parts: Iterable[Sequence[int]], dtype: str) -> None:
         """One more row, written part by part."""
-        column, length = self._column(name, dtype), 0
+        column = self._column(name, dtype)
+        length = 0
         for part in parts:
             column.write(np.array(part, np.int64))
             length += len(part)
@@ -355,7 +359,8 @@ class _Growing:
     """The files of one column while they are written."""
 
     def __init__(self, path: Path, dtype: str):
-        self.path, self.dtype = path, np.dtype(dtype)
+        self.path = path
+        self.dtype = np.dtype(dtype)
         self.shape: tuple[int, ...] = (-1,)
         self.ends = array("q", [0])
         self.hash = hashlib.sha256()

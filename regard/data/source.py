@@ -163,7 +163,8 @@ class _Zst(io.RawIOBase):
 
     def __init__(self, path: Path):
         library = needed("zstandard", "reading .zst files", "zstandard")
-        self.begin, self.wrong = library.ZstdDecompressor().decompressobj, library.ZstdError
+        self.begin = library.ZstdDecompressor().decompressobj
+        self.wrong = library.ZstdError
         self.file, self.frame, self.left = open(path, "rb"), None, memoryview(b"")  # noqa: SIM115  closed below
 
     def readable(self) -> bool:
@@ -261,7 +262,9 @@ def undecodable(
     cure: str = OTHERWISE,
 ) -> DataError:
     """`line` and `before` are where the bytes of the error begin: in which line, and after how many bytes of it."""
-    what, place, raw = f"{encoding.upper()} text", f"{path}", b""
+    what = f"{encoding.upper()} text"
+    place = f"{path}"
+    raw = b""
     if isinstance(error, UnicodeDecodeError):
         raw, at = error.object, error.start
         begin = raw.rfind(b"\n", 0, at) + 1

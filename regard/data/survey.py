@@ -22,7 +22,8 @@ from regard.files import read_files
 from regard.text import Tokenizer, needed
 
 # Characters that are looked at; bytes of files that are read to their end where that tells more.
-SAMPLE, WHOLE = 1 << 20, 64 << 20
+SAMPLE = 1 << 20
+WHOLE = 64 << 20
 # How much larger a packed file is.
 PACKED = 3.5
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
@@ -79,14 +80,16 @@ def survey(
     texts = _first(examples)
     home = Path(tokenizer or folder / "tokenizer")
     vocab, count = _words(recipe, home, None if tokenizer else start, texts)
-    limit, shards = data.length or math.inf, _made(folder / "data" / "train", source)
+    limit = data.length or math.inf
+    shards = _made(folder / "data" / "train", source)
     if shards is not None:
         lengths = [shards.columns[n].lengths for n in LONG if n in shards.columns]
         number = len(shards.notes.get("classes", []))
         known = {"vocab": vocab, "classes": number, "exact": True, "counted": True}
         return _measured(lengths, limit, **known)
     total = bytes_of(source)
-    small, classes = total <= WHOLE, 0
+    small = total <= WHOLE
+    classes = 0
     if reads in ("classify", "tag"):
         named = "tags" if reads == "tag" else "label"
         classes = len(classes_of(source, named)) if small else 2
@@ -105,10 +108,12 @@ def _pictured(source: Source) -> Survey:
     if homes:
         folders = [p for home in homes for p in home.iterdir() if p.is_dir()]
         files = [f for p in folders for f in p.iterdir() if f.suffix.lower() in SUFFIXES]
-        number, names = len(files), {p.name for p in folders}
+        number = len(files)
+        names = {p.name for p in folders}
     else:
         images, labels = pictures(source)
-        number, names = len(images), set(labels)
+        number = len(images)
+        names = set(labels)
     return Survey(number, classes=len(names), exact=True, counted=True)
 
 
@@ -135,7 +140,8 @@ def _counted(
     reads: str, examples: Iterator[list[str]], count: Counting
 ) -> tuple[list[np.ndarray], bool]:
     """About how many tokens each example has, a row for each side; whether these are all."""
-    sizes, size = [], 0
+    sizes = []
+    size = 0
     for parts in examples:
         sides = parts if reads == "seq2seq" else ["\n".join(parts)]
         if reads == "prefer":

@@ -29,7 +29,8 @@ SIDES = ("chosen", "rejected")
 # Columns that are a chat of one turn: what is asked (with what it is about), and what is answered.
 TURNS = ("system", "prompt", "input", "response")
 # Characters that are encoded at once, of many texts, and of one.
-CHUNK, PIECE = 1 << 20, 1 << 18
+CHUNK = 1 << 20
+PIECE = 1 << 18
 # Characters on each side of a cut that are compared; cuts of a kind that are tried.
 AROUND, CUTS = 200, 32
 
@@ -114,7 +115,8 @@ def _template(tokenizer: Tokenizer) -> tuple[Ids, Ids, Ids, bool]:
     text = [i for i, special in enumerate(alone.special_tokens_mask) if not special]
     if not text:
         return (), (), tuple(alone.ids), False
-    before, after = alone.ids[: text[0]], alone.ids[text[-1] + 1 :]
+    before = alone.ids[: text[0]]
+    after = alone.ids[text[-1] + 1 :]
     inner = slice(len(before), len(pair.ids) - len(after))
     if pair.ids[: inner.start] != before or pair.ids[inner.stop :] != after:
         # It has no form for two texts.
@@ -154,12 +156,14 @@ class Filling:
             long = more > 2 * PIECE or isinstance(record.get("text"), LongText)
             if long and chunk:
                 yield chunk
-                chunk, size = [], 0
+                chunk = []
+                size = 0
             chunk.append(record)
             size += more
             if long or size > CHUNK:
                 yield chunk
-                chunk, size = [], 0
+                chunk = []
+                size = 0
         if chunk:
             yield chunk
 
@@ -249,7 +253,8 @@ def _end_of_piece(coder: Coder, text: str, first: int) -> int | None:
     kinds = (r"(?<=\w) (?=\w)", r"(?<=\S)(?=\s)", "")
     for spot in chain(*(islice(re.finditer(kind, near), CUTS) for kind in kinds)):
         cut = first + PIECE + spot.start()
-        left, right = text[max(cut - AROUND, 0) : cut], text[cut : cut + AROUND]
+        left = text[max(cut - AROUND, 0) : cut]
+        right = text[cut : cut + AROUND]
         one, two, both = coder.encode([left, right, left + right])
         if one + two == both:
             return cut
@@ -262,7 +267,9 @@ Pending = Rendered | tuple[str, str]
 
 def fill_chats(filling: Filling) -> None:
     """Conversations by the model's chat template; what the assistant said is learned."""
-    coder, ends, hidden = filling.coder, set[int](), set[str]()
+    coder = filling.coder
+    ends = set[int]()
+    hidden = set[str]()
     turns = [role for role in TURNS if role in filling.source.columns]
     if turns and not {"prompt", "response"} <= {*turns}:
         raise UsageError("columns: a chat has prompt and response, perhaps input and system")
@@ -295,10 +302,12 @@ def asked_and_answered(record: Record) -> list[dict[str, str]]:
 def fill_preferences(filling: Filling) -> None:
     """Two answers to one prompt, the better one first. Texts stand as they are; messages are written by the model's
     chat template, the turns that both answers share among the prompt."""
-    coder, hidden = filling.coder, set[str]()
+    coder = filling.coder
+    hidden = set[str]()
 
     def row(record: Record) -> list[dict[str, Pending]]:
-        prompt, answers = record["prompt"], [record[side] for side in SIDES]
+        prompt = record["prompt"]
+        answers = [record[side] for side in SIDES]
         for side, answer in zip(SIDES, answers):
             if not answer or (isinstance(answer, str) and not answer.strip()):
                 raise UsageError(f"{side} is empty; leave the pair out")
@@ -340,7 +349,8 @@ def encoded(coder: Coder, waiting: Sequence[Pending]) -> list[Learned]:
         if isinstance(each, Rendered):
             done.append(next(chats))
             continue
-        head, tail = [*coder.before, *next(texts)], [*next(texts), *end]
+        head = [*coder.before, *next(texts)]
+        tail = [*next(texts), *end]
         done.append(([*head, *tail], [False] * len(head) + [True] * len(tail)))
     return done
 
@@ -395,9 +405,11 @@ def fill_tagged(filling: Filling) -> None:
     """Words and a tag for each: the first token of a word has its tag, the others are not counted."""
     number = filling.numbers(lambda: classes_of(filling.source, "tags"))
     for chunk in filling.chunks("words", "tags"):
-        ids, labels = [], []
+        ids = []
+        labels = []
         for record in chunk:
-            words, tags = record["words"], record["tags"]
+            words = record["words"]
+            tags = record["tags"]
             if not isinstance(words, list) or not isinstance(tags, list) or len(words) != len(tags):
                 raise DataError(
                     f"{record.where}: words and tags must be lists of one length, got {record!r:.80}"
@@ -406,7 +418,8 @@ def fill_tagged(filling: Filling) -> None:
         for record, (row, spans) in zip(chunk, filling.coder.located(texts)):
             ends = np.cumsum([len(str(word)) + 1 for word in record["words"]]).tolist()
             tags = [number[name_of(tag, record.where)] for tag in record["tags"]]
-            label, word = [IGNORE] * len(row), -1
+            label = [IGNORE] * len(row)
+            word = -1
             for i, (_, end) in enumerate(spans):
                 here = int(np.searchsorted(ends, end - 1, side="right"))
                 if here != word and here < len(tags):
@@ -425,7 +438,8 @@ def fill_answers(filling: Filling) -> None:
     for chunk in filling.chunks("text", "second", "start", "end"):
         questions = filling.coder.encode(filling.texts(chunk, "text"))
         contexts = filling.coder.located(filling.texts(chunk, "second"))
-        rows, labels = [], []
+        rows = []
+        labels = []
         for record, question, (ids, places) in zip(chunk, questions, contexts):
             head = [*question, *filling.coder.between]
             rows.append(head + ids)
@@ -433,7 +447,8 @@ def fill_answers(filling: Filling) -> None:
                 labels.append((UNANSWERED, UNANSWERED))
                 continue
             try:
-                start, end = int(record["start"]), int(record["end"])
+                start = int(record["start"])
+                end = int(record["end"])
             except (TypeError, ValueError):
                 raise DataError(
                     f"{record.where}: start and end of an answer are numbers of characters, counted from 0; got "

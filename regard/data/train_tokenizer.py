@@ -43,7 +43,9 @@ INSIDE = "##"
 PRIVATE = 0xF0000
 # Characters of a text that are read at once; where it has no space; and of a word: longer ones are
 # learned from in parts.
-PART, WORDLESS, LONG = 1 << 16, 1 << 20, 128
+PART = 1 << 16
+WORDLESS = 1 << 20
+LONG = 128
 # Characters of a piece.
 LONGEST = 16
 SEEDS = 1_000_000
@@ -300,7 +302,8 @@ def learn(counts: Mapping[str, int], size: int) -> list[tuple[str, float]]:
     weight = np.array([counts[word] for word in words], np.float64)
     pieces, start = _seeds(words, counts)
     score = np.log(start) - np.log(start.sum())
-    lattice, inside = lattice_of(words, pieces), lattice_of(pieces, pieces, whole=False)
+    lattice = lattice_of(words, pieces)
+    inside = lattice_of(pieces, pieces, whole=False)
     single = np.array([len(piece) == 1 for piece in pieces])
     if size < single.sum():
         raise UsageError(f"vocab leaves {size} pieces for {single.sum()} characters; give more")
@@ -337,7 +340,8 @@ def _frequent(counts: Mapping[str, int]) -> Mapping[str, int]:
 def _seeds(words: list[str], counts: Mapping[str, int]) -> tuple[list[str], np.ndarray]:
     seen: Counter[str] = Counter()
     for word in words:
-        count, n = counts[word], len(word)
+        count = counts[word]
+        n = len(word)
         for a in range(n):
             for b in range(a + 1, min(a + LONGEST, n) + 1):
                 seen[word[a:b]] += count
@@ -358,7 +362,8 @@ def lattice_of(words: Iterable[str], pieces: Iterable[str], whole: bool = True) 
     leaves, reaches, piece, lasts, arcs = (array("q") for _ in range(5))
     first = 0
     for word in words:
-        n, before = len(word), len(piece)
+        n = len(word)
+        before = len(piece)
         for a in range(n):
             for b in range(a + 1, min(a + LONGEST, n) + 1):
                 index = number.get(word[a:b])
@@ -404,7 +409,8 @@ class Lattice:
     def expected(self, score: np.ndarray, weight: np.ndarray) -> np.ndarray:
         """How often each piece occurs, over all ways to cut the words, which occur `weight` times."""
         arc = score[self.piece]
-        before, after = self._sweep(arc, self.forward), self._sweep(arc, self.backward)
+        before = self._sweep(arc, self.forward)
+        after = self._sweep(arc, self.backward)
         whole = before[self.lasts][self.word]
         share = np.exp(before[self.leaves] + arc + after[self.reaches] - whole)
         return np.bincount(self.piece, share * weight[self.word], minlength=len(score))

@@ -21,7 +21,8 @@ from torch import Tensor
 from regard.config import Seed, Whole, settings
 from regard.data.config import SETTINGS, Data, check_used, feed_of, shards_of, text_roles
 from regard.data.corrupt import Corrupted, Marks, MaskTokens
-from regard.data.feed import IGNORE, Batch, Batching, Feed, ImageFeed, TextFeed
+from regard.data.feed import IGNORE, Batch, Batching, Feed, TextFeed
+from regard.data.image_feed import ImageFeed
 from regard.data.read import (
     Pictures,
     Source,

@@ -398,7 +398,8 @@ def read_sentencepiece(data: bytes, name: str) -> SentencePiece:
         proto = schema.ModelProto.FromString(data)
     except DecodeError as e:
         raise _no_sentencepiece(name, e) from None
-    kinds, model = [p.type for p in proto.pieces], proto.trainer_spec.model_type
+    kinds = [p.type for p in proto.pieces]
+    model = proto.trainer_spec.model_type
     if not kinds:
         raise _no_sentencepiece(name, "it holds no pieces")
     if model not in (UNIGRAM, BPE):
@@ -426,7 +427,8 @@ def _no_sentencepiece(name: str, why: object) -> UsageError:
 def _sentence_piece(data: bytes, file: str, settings: Settings, kind: str) -> tokenizers.Tokenizer:
     """Llama's BPE, T5's and XLM-R's unigram model; T5 and XLM-R number some tokens that the file does not have."""
     model = read_sentencepiece(data, file)
-    scores, unk = list(zip(model.texts, model.scores)), model.unk
+    scores = list(zip(model.texts, model.scores))
+    unk = model.unk
     if kind == "t5":
         extra = settings.get("extra_ids", 100)
         if type(extra) is not int or not 0 <= extra <= 100_000:
@@ -434,7 +436,8 @@ def _sentence_piece(data: bytes, file: str, settings: Settings, kind: str) -> to
         scores += [(f"<extra_id_{i}>", 0.0) for i in reversed(range(extra))]
     elif kind == "xlmroberta":
         ends = [(text, 0.0) for text in ("<s>", "<pad>", "</s>", "<unk>")]
-        scores, unk = [*ends, *scores[3:], ("<mask>", 0.0)], 3
+        scores = [*ends, *scores[3:], ("<mask>", 0.0)]
+        unk = 3
     core = cutter(model, scores, unk, file)
     prefix = model.prefix and settings.get("add_prefix_space") is not False
     if model.model == BPE:

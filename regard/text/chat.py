@@ -121,7 +121,8 @@ def rendered_chat(
         if not (spans := [*zip(places[::2], places[1::2])]):
             raise UsageError("the chat template's generation blocks mark nothing of this")
         return [Rendered(chat, "".join(parts), spans)]
-    spans, rows = [], []
+    spans = []
+    rows = []
     for i in turns:
         last = i + 1 == len(chat.messages) and not blocks
         said = whole if last else render(chat.messages[: i + 1], reply=False)
@@ -223,7 +224,8 @@ class _Shielded:
         places: list[tuple[int, int]] = []
         at = 0
         for i, part in enumerate(parts):
-            here, part = at, self.shown(part)
+            here = at
+            part = self.shown(part)
             at += len(part)
             if i % 2:
                 ids.append(self.ids[part][0])
@@ -247,9 +249,11 @@ class _Shielded:
         """The ids of a rendered text, as they may be `found` already, and which of them have a character of these
         spans, which follow one another."""
         ids, places = self.located(text) if found is None else found
-        said, first = [False] * len(ids), 0
+        said = [False] * len(ids)
+        first = 0
         for a, b in spans:
-            start, end = len(self.shown(text[:a])), len(self.shown(text[:b]))
+            start = len(self.shown(text[:a]))
+            end = len(self.shown(text[:b]))
             # Tokens end where later ones do, or before.
             first = bisect_right(places, start, first, key=lambda place: place[1])
             last = bisect_left(places, end, first, key=lambda place: place[0])
@@ -258,7 +262,8 @@ class _Shielded:
 
     def common(self, one: str, other: str) -> int:
         """Characters that two texts begin with, without a part of a special token."""
-        size, most = 0, min(len(one), len(other))
+        size = 0
+        most = min(len(one), len(other))
         while size < most:
             # The half of what is left, if they agree there.
             half = (size + most + 1) // 2

@@ -52,7 +52,8 @@ UNNAMED = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen3": "qwen2", "llama": "llama-
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> tuple[dict[str, bytes], list[str]]:
     """Files by name, and sentences about what is not certain. Without files the model works on ids."""
-    kind, notices = metadata.get(KEY + "model"), []
+    kind = metadata.get(KEY + "model")
+    notices = []
     if kind is None or kind in ("none", "no_vocab"):
         without = "the file has no tokenizer, nor has the folder"
         return {}, [f"{without}: give ids, or put tokenizer.json into it"]
@@ -60,7 +61,8 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> tuple[dict[str, bytes], list
         return {}, [_unknown("model", kind, ("gpt2", "llama"))]
     vocab = Vocabulary(metadata)
     if kind == "llama":
-        core, bos = _pieces_of(vocab), True
+        core = _pieces_of(vocab)
+        bos = True
     else:
         name = metadata.get(KEY + "pre")
         if name in (None, "default"):
@@ -111,7 +113,8 @@ class Vocabulary:
         self.ids = {name: index for name, index in ids.items() if index is not None}
         while kinds and kinds[-1] == UNUSED:
             kinds.pop()
-        self.tokens, self.kinds = tokens[: len(kinds)], kinds
+        self.tokens = tokens[: len(kinds)]
+        self.kinds = kinds
         self.numbers = {token: i for i, token in enumerate(self.tokens)}
         if len(self.numbers) != len(self.tokens):
             twice = next(t for i, t in enumerate(self.tokens) if self.numbers[t] != i)

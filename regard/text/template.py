@@ -41,7 +41,8 @@ def serve() -> None:
 def _rendered(
     source: str, variables: dict[str, Any], max_length: int, marked: bool
 ) -> dict[str, Any]:
-    parts, length = [], 0
+    parts = []
+    length = 0
     for part in _compiled(source, marked).generate(**variables):
         length += len(part)
         if length > max_length:

@@ -163,7 +163,8 @@ class Tokenizer:
             first, text = (code[0], text[code.end() :]) if code else ("", text)
             pieces = [first] if first else []
             pieces += _read(core, text).tokens
-            unk, ids = self.core.token_to_id("<unk>"), map(self.core.token_to_id, pieces)
+            unk = self.core.token_to_id("<unk>")
+            ids = map(self.core.token_to_id, pieces)
             known = [unk if i is None or (literal and i in self._skipped) else i for i in ids]
             eos = [self.core.token_to_id("</s>")] if special else []
             return [i for i in (*known, *eos) if i is not None]
@@ -206,7 +207,8 @@ class Stream:
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that these ids make certain; nothing once the stream has stopped."""
-        texts, pieces = [], self.tokenizer.pieces
+        texts = []
+        pieces = self.tokenizer.pieces
         for chunk in [[i] for i in ids] if self.stop else [list(ids)]:
             if self.stopped is not None:
                 break
@@ -415,7 +417,8 @@ class Detokenizer:
         self.push(pieces)
 
     def push(self, pieces: list[str]) -> str:
-        data, suffix = [], self.spelling.suffix
+        data = []
+        suffix = self.spelling.suffix
         for piece in pieces:
             data += [self.space, self.spelling(piece, first=not self.begun)]
             self.space = b" " if suffix and piece.endswith(suffix) else b""

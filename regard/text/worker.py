@@ -21,7 +21,9 @@ class Worker:
     """A Python program, given as arguments of the interpreter; one request at a time."""
 
     def __init__(self, *program: str) -> None:
-        self.program, self.lock, self.owner = program, threading.Lock(), 0
+        self.program = program
+        self.lock = threading.Lock()
+        self.owner = 0
         self.process: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> None:
@@ -78,13 +80,16 @@ class Worker:
 
 def _exchanged(process: subprocess.Popen[bytes], line: bytes, seconds: float) -> dict[str, Any]:
     assert process.stdin is not None and process.stdout is not None
-    into, out = process.stdin.fileno(), process.stdout.fileno()
+    into = process.stdin.fileno()
+    out = process.stdout.fileno()
     # Not select.select, which takes no file from number 1,024 on.
     ends = select.poll()
     ends.register(out, select.POLLIN)
     if line:
         ends.register(into, select.POLLOUT)
-    left, answer, end = memoryview(line), bytearray(), time.monotonic() + seconds
+    left = memoryview(line)
+    answer = bytearray()
+    end = time.monotonic() + seconds
     while not answer.endswith(b"\n"):
         ready = dict(ends.poll(max(0.0, end - time.monotonic()) * 1000))
         if not ready:

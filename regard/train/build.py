@@ -22,7 +22,8 @@ from regard.config import having, to_dict
 from regard.data.config import CHATS, Data, Loaded, text_roles
 from regard.data.config import load as load_data
 from regard.data.corrupt import Marks
-from regard.data.feed import CaptionFeed, Feed, ImageFeed, Objective, TextFeed
+from regard.data.feed import Feed, Objective, TextFeed
+from regard.data.image_feed import CaptionFeed, ImageFeed
 from regard.data.read import LongText, Text, records, wording
 from regard.data.tokens import Coder, shown
 from regard.data.train_tokenizer import train_tokenizer, write_files

@@ -8,16 +8,8 @@ import pytest
 import torch
 
 import regard
-from regard.data.feed import (
-    IGNORE,
-    UNANSWERED,
-    Base,
-    Batch,
-    Batching,
-    ImageFeed,
-    LabelFeed,
-    PairFeed,
-)
+from regard.data.feed import IGNORE, UNANSWERED, Base, Batch, Batching, LabelFeed, PairFeed
+from regard.data.image_feed import ImageFeed
 from regard.data.read import DataError
 from regard.data.shards import Column
 from regard.errors import UsageError

@@ -16,7 +16,8 @@ from torch import Tensor
 
 import regard
 from regard.data.corrupt import Corrupted, DrawPrefix
-from regard.data.feed import IGNORE, PACKS, Batch, Batching, CaptionFeed, ImageFeed, TextFeed
+from regard.data.feed import IGNORE, PACKS, Batch, Batching, TextFeed
+from regard.data.image_feed import CaptionFeed, ImageFeed
 from regard.data.read import DataError
 from regard.data.shards import Column
 from regard.errors import UsageError

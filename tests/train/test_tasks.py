@@ -14,18 +14,8 @@ from regard.attention import DSA, GQA, MLA
 from regard.block import Tower
 from regard.data.config import ROWED, Data, check_used
 from regard.data.corrupt import Infill, Marks, Spans
-from regard.data.feed import (
-    Base,
-    Batch,
-    Batching,
-    CaptionFeed,
-    Feed,
-    ImageFeed,
-    LabelFeed,
-    PairFeed,
-    PreferFeed,
-    TextFeed,
-)
+from regard.data.feed import Base, Batch, Batching, Feed, LabelFeed, PairFeed, PreferFeed, TextFeed
+from regard.data.image_feed import CaptionFeed, ImageFeed
 from regard.data.shards import Column
 from regard.errors import UsageError
 from regard.layers import LM, MLM, MLP
