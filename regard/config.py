@@ -426,7 +426,7 @@ def walk(data: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, 
 
 def _fit_layers(tower: dict[str, Any]) -> None:
     """Settings listed layer by layer follow a new number of layers: cut, or the last one repeated. Layers that are all
-    alike then are no list."""
+    alike then are not a list."""
     for key in ("attention", "ffn", "blocks"):
         each = tower.get(key)
         if isinstance(each, list):

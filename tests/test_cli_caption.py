@@ -75,8 +75,8 @@ def test_captioner_learns_to_say_what_it_sees(home: Path) -> None:
 @pytest.mark.parametrize(
     "given, code, text",
     [
-        (["generate", "captioner", "say.toml"], 4, "say.toml is no picture that can be read"),
-        (["generate", "captioner", "gone.png"], 4, "gone.png is no picture that can be read"),
+        (["generate", "captioner", "say.toml"], 4, "say.toml is not a picture that can be read"),
+        (["generate", "captioner", "gone.png"], 4, "gone.png is not a picture that can be read"),
         (["generate", "captioner", "5", "--ids"], 2, "name a picture and leave --ids out"),
         (["train", "say.toml", "--model.max-len", "6"], 2, "a caption has 11 tokens, the model's context is 6"),
         (["train", "say.toml", "--model.size", "16"], 2, "the pictures are 8 x 8 x 1, the model reads 16"),

@@ -59,7 +59,7 @@ def test_conversation_that_is_too_long_says_so() -> None:
 
 def test_wrong_message_is_the_users_mistake() -> None:
     done = call("chat", folder("gpt2"), stdin=b"\xff\n")
-    assert done.code == 4 and "line 1 of stdin is no UTF-8" in done.err
+    assert done.code == 4 and "line 1 of stdin is not UTF-8" in done.err
 
 
 def terminal(*typed: bytes) -> tuple[int, bytes]:

@@ -203,4 +203,4 @@ def test_bad_pictures_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.undo()
     pytest.importorskip("PIL.Image")
     done = call("classify", vision(), tmp_path / "x.png")
-    assert done.code == 4 and "x.png is no picture that can be read" in done.err
+    assert done.code == 4 and "x.png is not a picture that can be read" in done.err

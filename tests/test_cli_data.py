@@ -83,7 +83,7 @@ def test_peek_reads_what_it_shows_and_no_more(
     assert found["sampled"] and found["counts"]["tokens"] < 400_000 and len(found["rows"]) == 4
     assert command(Peek, path, *flags) == 0
     assert "long.txt, the beginning: " in capsys.readouterr().out
-    with pytest.raises(UsageError, match="is no UTF-8"):
+    with pytest.raises(UsageError, match="is not UTF-8"):
         command(Peek, path, *flags, "--batch", 30_000)
 
 

@@ -217,12 +217,12 @@ def test_broken_chat_template_is_the_datas_fault(template: bytes, tmp_path: Path
 def test_file_that_is_no_text_is_the_datas_fault() -> None:
     weights = folder("gpt2") / "model.safetensors"
     done = call("translate", folder("t5"), weights)
-    assert (done.code, done.out) == (4, "") and "is no UTF-8 text: byte" in done.err
+    assert (done.code, done.out) == (4, "") and "is not UTF-8 text: byte" in done.err
 
 
 def test_stdin_that_is_no_text_is_the_datas_fault() -> None:
     done = call("generate", folder("gpt2"), stdin=b"ab\xff")
-    assert done.code == 4 and "stdin is no UTF-8 text: byte 2 is 0xff" in done.err
+    assert done.code == 4 and "stdin is not UTF-8 text: byte 2 is 0xff" in done.err
 
 
 def test_broken_weights_end_the_answer_with_an_error(tmp_path: Path) -> None:

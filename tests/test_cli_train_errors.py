@@ -96,12 +96,12 @@ DATA: dict[str, tuple[str, list[str], int, str]] = {  # config, changes, exit co
     "long name": ("lm", ["data.train", "x" * 5000], 4, "File name too long"),
     "empty": ("lm", ["data.train", "empty.txt"], 4, "empty.txt is empty: it holds no examples"),
     "a folder": ("lm", ["data.train", "folder"], 2, "folder is a folder, and the task lm reads text"),
-    "no UTF-8": ("lm", ["data.train", "latin.txt"], 4, "line 1 of latin.txt is no UTF-8 text: byte 4 is 0xdf"),
+    "no UTF-8": ("lm", ["data.train", "latin.txt"], 4, "line 1 of latin.txt is not UTF-8 text: byte 4 is 0xdf"),
     "column": ("classes", ["data.columns.text", "film"], 2, "no column 'film' for the role text; its first line"),
-    "role": ("classes", ["data.columns.txt", "0"], 2, "'txt' is no role; did you mean 'text'?"),
+    "role": ("classes", ["data.columns.txt", "0"], 2, "'txt' is not a role; did you mean 'text'?"),
     "one class": ("classes", ["data.train", "one.tsv"], 4, "every label is '1'; give data with two classes"),
     "gap": ("classes", ["data.train", "gap.tsv"], 4, "line 3 of gap.tsv has 1 columns, the first line 2"),
-    "no JSON": ("classes", ["data.train", "bad.jsonl"], 4, "line 1 of bad.jsonl is no JSON"),
+    "no JSON": ("classes", ["data.train", "bad.jsonl"], 4, "line 1 of bad.jsonl is not JSON"),
     "no text": ("classes", ["data.train", "odd.jsonl"], 4, "text must be text, got 5"),
     "sides": ("pairs", ["data.target", "few.txt"], 4, "a.txt has 9 lines, few.txt 4"),
     "no other side": ("pairs", ["data.valid", "a.txt"], 2, "or a second file beside it"),
@@ -191,7 +191,7 @@ def test_broken_picture_is_named(home: Path, capsys: pytest.CaptureFixture[str])
         image.new("L", (8, 8)).save(home / "folder" / name / "1.png")
     (home / "folder/b/2.png").write_bytes(b"\x89PNG no more")
     given = ["train", "pictures.toml", "--data.train", "folder"]
-    fails(given, 4, "folder/b/2.png is no picture that can be read", capsys)
+    fails(given, 4, "folder/b/2.png is not a picture that can be read", capsys)
 
 
 OTHERS = {  # preset, task -> what is said

@@ -63,7 +63,7 @@ def test_line_that_is_too_long_is_named() -> None:
 
 def test_line_that_is_no_text_is_named() -> None:
     done = call("translate", folder("t5"), stdin=b"fine\nab\xff\n")
-    assert done.code == 4 and "line 2 of stdin is no UTF-8 text: byte 2 is 0xff" in done.err
+    assert done.code == 4 and "line 2 of stdin is not UTF-8 text: byte 2 is 0xff" in done.err
 
 
 def test_quantize_says_what_it_costs_once() -> None:

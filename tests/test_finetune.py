@@ -296,9 +296,9 @@ def test_what_cannot_be_is_said_in_one_sentence(home: Path, tmp_path: Path) -> N
     wrong: dict[str, tuple[Any, str]] = {
         "odd.csv": (None, "has the columns 'a', 'b', 'c', which no task for .* reads"),
         "none.jsonl": (None, "is empty"),
-        "list.jsonl": (None, "is no JSON object but list"),
-        "list.json": (None, "is no list of JSON objects: it begins with 1"),
-        "broken.json": (None, "is no JSON"),
+        "list.jsonl": (None, "is not a JSON object but a list"),
+        "list.json": (None, "is not a list of JSON objects: it begins with 1"),
+        "broken.json": (None, "is not JSON"),
         "gone.txt": (None, "does not exist"),
         "chat.jsonl": ("chats", "task .*chats.*chat"),
     }

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: one small vector a token instead of keys and values for every head."""
+"""Multi-head latent attention: one small vector per token instead of keys and values for every head."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class LatentAttention(Mechanism):
         return 2 * keys * self.h * (self.d + self.r + self.e)
 
     def mix(self, q: Tensor, kept: Entries, mask: Seen, ctx: Context, bias: Bias) -> Tensor:
-        """Expanding s keys costs s c d a head; absorbing t queries saves that, but attends c wide instead of d."""
+        """Expanding s keys costs s c d per head; absorbing t queries saves that, but attends c wide instead of d."""
         few = ctx.store is not None and q.shape[1] * (self.c - self.d) < self.c * self.d
         return (self.absorbed if few else self.expanded)(q, kept, mask, ctx, bias)
 

@@ -167,7 +167,7 @@ def one_loop(x: Tensor, v: Tensor, block: int = 1) -> tuple[Tensor, list[Step]]:
 
 
 def per_token(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor) -> Tensor:
-    """Causal self-attention, one equation a token; equals softmax(Q K^T / sqrt(d) + M) V.   x (t m), w (m d) -> (t e).
+    """Causal attention, one equation per token; equals softmax(Q K^T / sqrt(d) + M) V.   x (t m), w (m d) -> (t e).
 
     q_i = W_q^T x_i, k_j = W_k^T x_j, v_j = W_v^T x_j;   o_i = sum_{j <= i} softmax_j(q_i . k_j / sqrt(d)) v_j"""
     out = []

@@ -83,7 +83,7 @@ class WideLinear(nn.Linear):
 
 
 class Indexer(nn.Module):
-    """Its own small queries, one key a token shared by its heads, and a weight per head that depends on the token."""
+    """Its own small queries, one key per token shared by its heads, and a weight per head that depends on the token."""
 
     def __init__(self, config: DSA, dim: int, query_dim: int):
         super().__init__()
@@ -149,7 +149,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def fp8_dots(q: Tensor, k: Tensor, dots: Callable[[Tensor, Tensor], Tensor] = dots_exact) -> Tensor:
-    """The same with q and k rounded to float8 e4m3, one scale a row; on the tensor cores where they have it. k comes
+    """The same with q and k rounded to float8 e4m3, one scale per row; on the tensor cores where they have it. k comes
     from `packed_fp8`."""
     q8, q_scale = to_fp8(q)
     bits = k.contiguous().view(torch.uint8)
@@ -295,7 +295,7 @@ class SparseAttention(Mechanism):
     def attend_chosen(
         self, q: Tensor, kept: Entries, chosen: Tensor, seen: Tensor, bias: Any, ctx: Context
     ) -> Tensor:
-        """Each query attends to its own k keys: (b n) becomes the batch, one query a row."""
+        """Each query attends to its own k keys: (b n) becomes the batch, one query per row."""
         b, n, k = chosen.shape
         row = torch.arange(b, device=q.device)[:, None, None]
         gathered = {name: x[row, chosen].flatten(0, 1) for name, x in kept.items()}  # bn k ...

@@ -508,7 +508,7 @@ def _write_sparse(kinds: list[str], _: Any, theirs: Data, said: bool) -> None:
         theirs["mlp_only_layers"] = [i for i, kind in enumerate(kinds) if kind == "dense"]
 
 
-# What the layers of attention have, and the others have not.
+# What the layers of attention have, and the others do not.
 _GATE = "attention.wg.weight"
 _BY_KEY_HEAD = tensors.by_head("delta", "key_heads")
 QWEN3_NEXT = llama_like(

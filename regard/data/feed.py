@@ -47,7 +47,7 @@ class Batch:
     `labels` stand beside the model's outputs: of a language model label t is the token after ids t."""
 
     ids: Tensor  # b t: what the model, or the decoder, reads; images (b c h w)
-    labels: Tensor  # b t, or b for one label a row
+    labels: Tensor  # b t, or b for one label per row
     lengths: Tensor | None = None  # b: real tokens of ids; None: all
     source: Tensor | None = None  # b s: what an encoder reads
     source_lengths: Tensor | None = None
@@ -256,7 +256,7 @@ class TextFeed(Base):
 
     pack = "documents": whole documents share a row; `doc` numbers them (-1: padding) so that none sees another, and no
     label is a token of the next one. "stream": all text end to end, cut into rows. "windows": rows from anywhere in it.
-    "none": a document a row.
+    "none": one document per row.
 
     With `shift`, label t is the token after ids t; else it is ids t (masked models). `prompts`: how many tokens at the
     start of each document are only read, never learned; `learned` says it of each token."""
@@ -538,7 +538,7 @@ class PreferFeed(Base):
 
 @dataclass(eq=False)
 class LabelFeed(Base):
-    """Texts with labels: one a text; one a token, as many as the text has; or first and last token of a span (n 2).
+    """Texts with labels: one per text; one per token, as many as the text has; or first and last token of a span (n 2).
 
     The model reads `before` text `after`; labels of tokens and spans move along. A span that was cut off is not
     counted; one that is UNANSWERED is the row's first token, as BERT has it. Where texts hold a `divider`, what stands

@@ -152,7 +152,7 @@ def read_picture(
         why = getattr(error, "strerror", None) or error
         name = "this" if sent else str(file)
         raise DataError(
-            f"{name} is no picture that can be read: {why}; give a PNG or JPEG"
+            f"{name} is not a picture that can be read: {why}; give a PNG or JPEG"
         ) from None
 
 

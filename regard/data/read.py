@@ -186,7 +186,7 @@ def _rows(path: Path, source: Source) -> Iterator[tuple[int, list[str]]]:
             if row:
                 yield reader.line_num, row
     except csv.Error as error:
-        raise DataError(f"line {reader.line_num} of {path} is no CSV: {error}") from None
+        raise DataError(f"line {reader.line_num} of {path} is not CSV: {error}") from None
 
 
 def _delimiter(head: list[str], path: Path) -> str:
@@ -282,15 +282,17 @@ def json_rows(path: Path, encoding: str = "utf-8") -> Iterator[tuple[int, dict[s
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"line {number} of {path} is no JSON: {error}") from None
+            raise DataError(f"line {number} of {path} is not JSON: {error}") from None
         if not isinstance(row, dict):
-            raise DataError(f"line {number} of {path} is no JSON object but {type(row).__name__}")
+            raise DataError(
+                f"line {number} of {path} is not a JSON object but a {type(row).__name__}"
+            )
         check_pairs(line, row, f"line {number} of {path}")
         yield number, row
 
 
 def check_pairs(text: str, data: Any, where: str) -> None:
-    """Refuse what is no text in the data of this JSON text: one half of a surrogate pair, as in "\\ud83d"."""
+    """Refuse what is not text in the data of this JSON text: one half of a surrogate pair, as in "\\ud83d"."""
     if not re.search(r"\\u[dD][89a-fA-F]", text):
         return
     try:
@@ -298,7 +300,7 @@ def check_pairs(text: str, data: Any, where: str) -> None:
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):04x}"
         raise DataError(
-            f"{where} has {half} alone, which is half a character and no text; write both halves, or leave it out"
+            f"{where} has {half} alone, which is half a character and not text; write both halves, or leave it out"
         ) from None
 
 
@@ -362,7 +364,7 @@ def _squad(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]
         raise
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise DataError(
-            f"{path} is no JSON of the SQuAD form ({type(error).__name__}: {error}); other data: one object a line, "
+            f"{path} is not JSON of the SQuAD form ({type(error).__name__}: {error}); other data: one object per line, "
             "as .jsonl"
         ) from None
 
@@ -435,7 +437,7 @@ def first_rows(source: Source, most: int) -> list[dict[str, Any]] | None:
         except UsageError:
             raise
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{path} is no JSON: {error}") from None
+            raise DataError(f"{path} is not JSON: {error}") from None
         rows = data[:most] if isinstance(data, list) else [dict.fromkeys(sorted(SPAN))]
     else:
         read = (
@@ -447,5 +449,5 @@ def first_rows(source: Source, most: int) -> list[dict[str, Any]] | None:
     if not rows:
         raise DataError(f"{path} is empty: it holds no examples")
     if not isinstance(rows[0], dict):
-        raise DataError(f"{path} is no list of JSON objects: it begins with {rows[0]!r:.60}")
+        raise DataError(f"{path} is not a list of JSON objects: it begins with {rows[0]!r:.60}")
     return rows

@@ -37,7 +37,7 @@ def draws(seed: int, purpose: int, k: int, count: int) -> np.ndarray:
 
 
 class ShuffleSampler:
-    """n examples dealt `rows` at a time, each once a pass, shuffled anew for each pass. The last batch of a pass has
+    """n examples dealt `rows` at a time, each once per pass, shuffled anew for each pass. The last batch of a pass has
     those that are left."""
 
     # Of the order: before, a batch could end one pass and begin the next.
@@ -167,7 +167,7 @@ class BucketSampler:
 
 class StreamSampler:
     """Where rows of `length` tokens begin in a stream of n tokens, of which the last `extra` are labels alone. Rows lie
-    side by side and each token is read once a pass; where the first row begins is drawn for each pass, and behind the
+    side by side and each token is read once per pass; where the first row begins is drawn for each pass, and behind the
     last token comes the first. Or rows begin anywhere (`random`), as nanoGPT draws them."""
 
     def __init__(self, n: int, length: int, extra: int, rows: int, seed: int, random: bool):

@@ -272,7 +272,7 @@ def undecodable(
         place = f"line {line} of {path}"
         what += f": byte {at - begin if begin else at + before} is 0x{raw[at]:02x}"
     guess = "utf-16" if raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "cp1252"
-    return DataError(f"{place} is no {what}; {cure.format(guess)}")
+    return DataError(f"{place} is not {what}; {cure.format(guess)}")
 
 
 def needed(package: str, what: str, pip: str) -> Any:
@@ -319,7 +319,7 @@ class Source:
             ) from None
         for role in self.columns:
             if role not in ROLES:
-                raise UsageError(f"columns: {role!r} is no role; {nearest(role, ROLES)}")
+                raise UsageError(f"columns: {role!r} is not a role; {nearest(role, ROLES)}")
 
     def files(self) -> list[Path]:
         hub = self.format == "hub"

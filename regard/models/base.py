@@ -117,7 +117,7 @@ class Model(nn.Module):
         return LAYOUTS[layout](specs, batch, device=weight.device, dtype=weight.dtype, **options)
 
     def flops_per_token(self, context: int) -> int:
-        """Multiply-adds count two: every weight once a token, and scores and values over `context` keys, of a source
+        """Multiply-adds count two: every weight once per token, and scores and values over `context` keys, of a source
         too; encoding is paid once a source token."""
         part, words = getattr(self, self.writer), getattr(self, self.words)
         return weight_flops(part) + pair_flops(part, context) + self.head_flops(self.head, words)
@@ -165,7 +165,7 @@ def parameters(module: nn.Module) -> int:
 
 
 def weight_flops(module: nn.Module) -> int:
-    """2 for each weight of a matrix that a token meets, once a layer; of the experts only the chosen ones."""
+    """2 for each weight of a matrix that a token meets, once per layer; of the experts only the chosen ones."""
     # All names of a block that layers share, not the first alone.
     weights = module.named_parameters(remove_duplicate=False)
     matrices = sum(p.numel() for n, p in weights if p.dim() > 1 and not n.endswith("_bias"))

@@ -424,7 +424,7 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
         try:
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         except (ValueError, RecursionError):
-            raise UsageError(f"{where}: arguments are no JSON: {arguments!r:.60}") from None
+            raise UsageError(f"{where}: arguments are not JSON: {arguments!r:.60}") from None
         more = {} if function is call else {"type": "function", **(call or {})}
         plain.append({**more, "function": {**function, "arguments": arguments}})
     for text in texts_of(plain):

@@ -264,7 +264,7 @@ def needed(tokenizer: Tokenizer | None) -> Tokenizer:
 
 
 def _read(core: tokenizers.Tokenizer, text: str, special: bool = False) -> tokenizers.Encoding:
-    """As a batch of one: `core.encode` keeps Python's lock until it is through, so that other threads stand still."""
+    """As a batch of one: `core.encode` keeps Python's lock until it is done, so that other threads stand still."""
     return core.encode_batch([text], add_special_tokens=special)[0]
 
 
@@ -331,7 +331,7 @@ _VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [b for b in range(256) if b not in _VISIBLE]
 _BYTES = {chr(b): b for b in _VISIBLE} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
-# How bytes that are no UTF-8 are shown: U+FFFD for each of them.
+# How bytes that are not UTF-8 are shown: U+FFFD for each of them.
 EACH_BYTE = "regard.each_byte"
 codecs.register_error(EACH_BYTE, lambda e: ("\ufffd" * (e.end - e.start), e.end))  # type: ignore[attr-defined]
 
@@ -352,7 +352,7 @@ class Spelling:
         self.characters = kinds == ["ByteLevel"]
         self.fallback = "ByteFallback" in kinds
         self.suffix = steps[0]["suffix"] if kinds == ["BPEDecoder"] else None
-        # As the library shows bytes that are no UTF-8: those of a character that was begun as one.
+        # As the library shows bytes that are not UTF-8: those of a character that was begun as one.
         # (With byte fallback it gives up a whole run of bytes for one that is wrong; here each stands
         # for itself, as in SentencePiece.)
         self.errors = EACH_BYTE if self.fallback else "replace"

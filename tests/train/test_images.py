@@ -69,7 +69,7 @@ def test_folder_has_a_folder_for_each_class(tmp_path: Path) -> None:
         read(tmp_path)
     assert read(tmp_path, size=4)[0].shape == (4, 4, 4, 1)  # grey as the first one is
     (tmp_path / "cat" / "a.jpg").write_bytes(b"\xff\xd8\xff broken")
-    with pytest.raises(DataError, match=r"a.jpg is no picture that can be read"):
+    with pytest.raises(DataError, match=r"a.jpg is not a picture that can be read"):
         read(tmp_path, size=4)
 
 

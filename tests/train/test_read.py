@@ -129,7 +129,7 @@ def test_questions_are_read_with_their_answers(tmp_path: Path) -> None:
     path = put(tmp_path / "two.json", json.dumps({"data": [{"paragraphs": [asked]}]}))
     _, record = read(path, roles=("text", "second", "start", "end"))
     assert (record["text"], record["start"], record["end"]) == ("Size?", None, None)
-    with pytest.raises(DataError, match="no JSON of the SQuAD form"):
+    with pytest.raises(DataError, match="not JSON of the SQuAD form"):
         read(put(tmp_path / "b.json", '{"data": [{}]}'))
     # As it is published in rows, and as others write such rows.
     row: dict[str, Any] = {"id": "1", "question": "Colour?", "context": "It was blue."}
@@ -282,16 +282,16 @@ MISTAKES: list[tuple[str, str | bytes, dict[str, Any], str, int]] = [
     ("a.txt", "", {}, "a.txt is empty: it holds no examples", 4),
     ("a.jsonl", "\n\n", {}, "a.jsonl is empty: it holds no examples", 4),
     ("a.csv", "text\n", {}, "a.csv is empty: it holds no examples", 4),
-    ("a.txt", b"fine\nab\xffc\n", {"unit": "line"}, "line 2 of .*a.txt is no UTF-8 .* byte 2 is 0xff", 4),
-    ("a.txt", b"fine\nab\xffc\n", {}, "line 2 of .*a.txt is no UTF-8 .* byte 2 is 0xff", 4),
+    ("a.txt", b"fine\nab\xffc\n", {"unit": "line"}, "line 2 of .*a.txt is not UTF-8 .* byte 2 is 0xff", 4),
+    ("a.txt", b"fine\nab\xffc\n", {}, "line 2 of .*a.txt is not UTF-8 .* byte 2 is 0xff", 4),
     ("a.csv", "text,b\n1,2\n3\n", {}, "line 3 of .*a.csv has 1 columns, the first line 2", 4),
-    ("a.csv", 'text\n"open\n', {}, "line 2 of .*a.csv is no CSV", 4),
+    ("a.csv", 'text\n"open\n', {}, "line 2 of .*a.csv is not CSV", 4),
     ("a.tsv", "a\tb\n", {"columns": {"text": 2}}, r"no column '2' .* 0 \('a'\), 1 \('b'\)", 2),
     ("a.csv", "x,y\n1,2\n", {}, "no column 'text' .*; its first line, read as their names, has 'x', 'y'", 2),
-    ("a.jsonl", '{"text": "a"}\n[1]\n', {}, r"line 2 of .*a.jsonl is no JSON object .* list", 4),
-    ("a.jsonl", '{"text": "a"}\n{\n', {}, "line 2 of .*a.jsonl is no JSON", 4),
+    ("a.jsonl", '{"text": "a"}\n[1]\n', {}, r"line 2 of .*a.jsonl is not a JSON object .* list", 4),
+    ("a.jsonl", '{"text": "a"}\n{\n', {}, "line 2 of .*a.jsonl is not JSON", 4),
     ("a.jsonl", '{"x": 1}', {}, "line 1 of .*a.jsonl has no 'text'; it has: 'x'", 2),
-    ("a.jsonl", "[" * 100_000, {}, "line 1 of .*a.jsonl is no JSON", 4),
+    ("a.jsonl", "[" * 100_000, {}, "line 1 of .*a.jsonl is not JSON", 4),
     ("a.txt.xz", b"no archive", {}, "a.txt.xz is a broken xz file", 4),
     ("a.txt.xz", lzma.compress(b"abc" * 999)[:-9], {}, "a.txt.xz is a broken xz file", 4),
     ("a.txt.gz", gzip.compress(b"abc" * 999)[:-9], {}, "a.txt.gz is a broken gz file", 4),
@@ -300,16 +300,16 @@ MISTAKES: list[tuple[str, str | bytes, dict[str, Any], str, int]] = [
     ("a.txt.bz2", bz2.compress(b"abc" * 999)[:-9], {}, "a.txt.bz2 is a broken bz2 file", 4),
     ("a.txt.zip", b"no archive", {}, "a.txt.zip is a broken zip file", 4),
     ("a.zip", zipped({"a": b"x", "b": b"y"}), {}, "a.zip holds 2 files, not one; unpack it", 4),
-    ("a.txt", b"fi\xfcr", {}, "line 1 .* no UTF-8 text: byte 2 is 0xfc; .* encoding = 'cp1252'", 4),
+    ("a.txt", b"fi\xfcr", {}, "line 1 .* not UTF-8 text: byte 2 is 0xfc; .* encoding = 'cp1252'", 4),
     ("a.txt", "für".encode("utf-16"), {"unit": "line"}, "encoding = 'utf-16'", 4),
     ("a.txt", b"x", {"encoding": "utf8000"}, "encoding = 'utf8000' is unknown; give utf-8", 2),
-    ("a.txt", b"\x81", {"encoding": "cp1252"}, "no CP1252 text: byte 0 is 0x81", 4),
+    ("a.txt", b"\x81", {"encoding": "cp1252"}, "not CP1252 text: byte 0 is 0x81", 4),
     ("a.csv", "x", {"delimiter": ";;"}, "delimiter = ';;' must be one character", 2),
     ("a.jsonl", '{"text": "a"}\n{"text": "b\\ud83d"}', {}, r"line 2 of .*a.jsonl has \\ud83d alone", 4),
     ("a.json", '[{"text": "b\\uDE00"}]', {}, r"a.json has \\ude00 alone, which is half a char", 4),
     ("a.txt", "x", {"unit": "lines"}, "unit = 'lines' is unknown; did you mean 'line'", 2),
     ("a.txt", "x", {"format": "tvs"}, "format = 'tvs' is unknown; did you mean 'tsv'", 2),
-    ("a.txt", "x", {"columns": {"lable": 1}}, "'lable' is no role; did you mean 'label'", 2),
+    ("a.txt", "x", {"columns": {"lable": 1}}, "'lable' is not a role; did you mean 'label'", 2),
 ]  # fmt: skip
 
 
