@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard.cache import BlockTable
 from regard.decode.lane import BROKEN, Slot, State
 from regard.decode.sampling import RENORMALIZE, RULES, Columns, adjusted, ruled, used_by
 from regard.decode.settings import Request, Result, Settings
@@ -126,7 +127,8 @@ class Shape:
 class Group(Slot):
     """A request and its place."""
 
-    own: list[list[int]] = field(default_factory=list)  # pages that each beam writes to, in a graph
+    # Pages that each beam writes to, in a graph.
+    own: list[BlockTable] = field(default_factory=list)
     found: Beams | None = None  # as of the last round that was read
     closed: bool = False
 

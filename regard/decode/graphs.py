@@ -18,14 +18,14 @@ from __future__ import annotations
 import weakref
 from bisect import insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard.attention.protocol import Context
-from regard.cache import OutOfPages, Pool
+from regard.cache import BlockTable, OutOfPages, Pool
 from regard.decode.lane import BROKEN, NOTHING, SLICE, Lane, Row, Scores, Slot, State, unscored
 from regard.decode.sampling import (
     MASK,
@@ -420,10 +420,10 @@ class Runner:
         """The smallest power of two of tokens that holds `longest`."""
         return min(max(SHORTEST, 1 << (longest - 1).bit_length()), self.length)
 
-    def place(self, edits: list[tuple[int, int, int]], idle: list[int]) -> None:
-        """Pages into the block table, as (row, place, page); and rows that stay where they are from now on."""
+    def place(self, edits: dict[tuple[int, int], int], idle: list[int]) -> None:
+        """Pages into the block table, by (row, place); and rows that stay where they are from now on."""
         if edits:
-            row, place, page = send(edits, self.device).T
+            row, place, page = send([(*at, page) for at, page in edits.items()], self.device).T
             self.pages.table[row, place] = page.int()
         if idle:
             at = send(idle, self.device)
@@ -525,7 +525,7 @@ class Memory:
     request: Request
     size: int
     homes: list[int]  # its rows
-    pages: list[int] = field(default_factory=list)
+    pages: BlockTable
     ready: bool = False
 
 
@@ -539,7 +539,7 @@ class SlotLane(Lane):
         super().__init__(runner.pool, prefix and not runner.stateful, chunk, scores)
         self.runner, self.padded = runner, PADDED * chunk
         self.free = list(range(runner.places))  # the lowest first
-        self.edits: list[tuple[int, int, int]] = []
+        self.edits: dict[tuple[int, int], int] = {}  # pages by (row, place) of the runner's table
         self.idle: list[int] = []
         self.new: dict[int, Row] = {}  # rows whose settings the runner does not know
         self.flying: Flight | None = None
@@ -560,7 +560,7 @@ class SlotLane(Lane):
     # --- membership ---
 
     def _slot(self, row: Row) -> Slot:
-        return Slot(row, row.request.ids + row.ids, self.free.pop(0))
+        return Slot(row, row.request.ids + row.ids, self.free.pop(0), pages=BlockTable(self.pool))
 
     def admit(self, rows: Sequence[Row], keys: Sequence[bytes] = ()) -> None:
         memory = self._memory(rows[0].request, self.free[: len(rows)])
@@ -570,29 +570,22 @@ class SlotLane(Lane):
 
     def _memory(self, request: Request, homes: list[int]) -> Memory | None:
         size = source_size(self.runner.fast, request)
-        return Memory(request, size, homes) if size else None
+        return Memory(request, size, homes, BlockTable(self.pool)) if size else None
 
     def _adopt(self, slot: Slot) -> None:
-        for key in self._adoptable(slot):
-            if key not in self.pool.published:
-                break
-            slot.pages.append(self.pool.published[key])
-            self.pool.hold(slot.pages[-1])
-            slot.row.keys.append(key)
+        keys = self._adoptable(slot)
+        slot.row.keys = keys[: slot.pages.adopt(keys)]
         slot.fed = len(slot.pages) * self.pool.page
 
     def _release(self, slot: Slot) -> None:
         if slot.state is not State.DRAINING:
             self._leave(slot)
-        self._vacate(slot.pages)
-
-    def _vacate(self, pages: list[int]) -> None:
-        while pages:
-            self.pool.drop(pages.pop())
+        slot.pages.release()
 
     def _forget(self, slot: Slot) -> None:
         """Its pages, in the table of its place."""
-        self.edits += [(slot.index, i, self.pool.scratch) for i in range(len(slot.pages))]
+        for place in range(len(slot.pages)):
+            self.edits[slot.index, place] = self.pool.scratch
 
     def _leave(self, slot: Slot) -> None:
         """Its place is free for what is launched from now on."""
@@ -601,13 +594,13 @@ class SlotLane(Lane):
         if slot.memory is not None:
             slot.memory.homes = [i for i in slot.memory.homes if i not in slot.homes]
             if not slot.memory.homes:
-                self._vacate(slot.memory.pages)
+                slot.memory.pages.release()
         self.idle.append(slot.index)
         insort(self.free, slot.index)
 
     def clear(self) -> None:
         """After a fault: no row, and nothing on its way."""
-        self.free, self.slots, self.edits, self.idle = list(range(self.runner.places)), [], [], []
+        self.free, self.slots, self.edits, self.idle = list(range(self.runner.places)), [], {}, []
         self.flying, self.new, self.events, self.fed = None, {}, [], set()
         self.runner.reset()
 
@@ -645,11 +638,11 @@ class SlotLane(Lane):
 
     def _reserve(self, slot: Slot, tokens: int) -> None:
         """Pages for so many tokens of a slot."""
-        while len(slot.pages) * self.pool.page < tokens:
-            page = self.pool.take()
+        have = len(slot.pages)
+        if have * self.pool.page < tokens:
+            slot.pages.reserve(tokens)
             if slot.asked:
-                self.edits.append((slot.index, len(slot.pages), page))
-            slot.pages.append(page)
+                self.edits |= slot.pages.edits(slot.index, have)
 
     def _encode(self) -> None:
         """Read sources, up to a chunk of their tokens, by rank; those of about one length together."""
@@ -658,8 +651,7 @@ class SlotLane(Lane):
         for m in sorted(fresh.values(), key=lambda m: m.request.rank):
             if group and m.size > room:
                 break
-            while len(m.pages) * self.pool.page < m.size:
-                m.pages.append(self.pool.take())
+            m.pages.reserve(m.size)
             group.append(m)
             room -= m.size
         group.sort(key=lambda m: -m.size)
@@ -697,7 +689,7 @@ class SlotLane(Lane):
             s.fed, slot.siblings = size, []
         for s in through:
             s.asked = 1
-            self.edits += [(s.index, i, page) for i, page in enumerate(s.pages)]
+            self.edits |= s.pages.edits(s.index)
 
     def _prefill(
         self, parts: Sequence[Part], used: frozenset[str], group: Sequence[tuple[Slot, int]]
@@ -720,15 +712,9 @@ class SlotLane(Lane):
         return Part(tokens, slot.fed, slot.pages, ends, slot.homes[0], source or 0)
 
     def _share(self, slot: Slot, other: Slot, size: int) -> tuple[int, int] | None:
-        """A sample's pages: those of the first tokens that are full, and one of its own for the rest, to be copied."""
-        full, rest = divmod(size, self.pool.page)
-        for page in slot.pages[:full]:
-            self.pool.hold(page)
-        other.pages = list(slot.pages[:full])
-        if not rest:
-            return None
-        other.pages.append(self.pool.take())
-        return slot.pages[full], other.pages[-1]
+        """A sample's pages, up to so many tokens; what is to be copied, as both write to one that is not full."""
+        other.pages = slot.pages.fork(size)
+        return other.pages.own(-1) if size % self.pool.page else None
 
     def _launch(self) -> Flight | None:
         """The next round."""
@@ -787,10 +773,8 @@ class SlotLane(Lane):
 
     def _place(self) -> None:
         busy = {s.index for s in self.slots if s.asked and s.state is not State.DRAINING}
-        last = {(row, place): page for row, place, page in self.edits}
-        edits = [(*at, page) for at, page in last.items()]
-        self.runner.place(edits, [i for i in self.idle if i not in busy])
-        self.edits, self.idle = [], []
+        self.runner.place(self.edits, [i for i in self.idle if i not in busy])
+        self.edits, self.idle = {}, []
 
     def _land(self) -> None:
         """Read the round before; what a row said after its end is dropped."""

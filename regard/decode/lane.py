@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from regard.cache import Cache, Pool
+from regard.cache import BlockTable, Cache, PagePool, Pool
 from regard.cache.base import State as Recurrent
 from regard.decode.settings import Event, Request, Result, Tops
 from regard.decode.speculate import Index
@@ -175,15 +175,19 @@ def unscored(request: Request, done: dict[int, Scores]) -> bool:
     return request.settings.prompt_logprobs and request.number not in done
 
 
+NO_PAGES = PagePool(0, 1)  # of slots whose tokens lie in a cache
+
+
 class State(Enum):
     """How far a row in a lane has come. Requests in the queue have no rows in lanes."""
 
-    PREFILL = (
-        auto()
-    )  # its prompt is read, or its first token is not in a round that the host will read
+    # Its prompt is read, or its first token is not in a round that the host will read.
+    PREFILL = auto()
     RUNNING = auto()
-    DRAINING = auto()  # the device was asked for all its tokens, and another may have its place
-    FINISHED = auto()  # it has left its lane
+    # The device was asked for all its tokens, and another may have its place.
+    DRAINING = auto()
+    # It has left its lane.
+    FINISHED = auto()
 
 
 @dataclass(eq=False)
@@ -194,7 +198,7 @@ class Slot:
     text: list[int]  # what is read before the first choice
     index: int = 0  # of its place, where places are fixed
     keys: list[bytes] = field(default_factory=list)  # of its full pages
-    pages: list[int] = field(default_factory=list)
+    pages: BlockTable = field(default_factory=lambda: BlockTable(NO_PAGES))
     fed: int = 0  # tokens of the text
     asked: int = 0  # tokens the device was asked to choose
     ran: int = 0  # steps of the rounds since its prompt was read
@@ -410,7 +414,7 @@ class Lane:
 
     # --- the prefix cache ---
 
-    def _publish(self, slot: Slot, pages: Sequence[int]) -> None:
+    def _publish(self, slot: Slot, pages: BlockTable) -> None:
         """Leave the pages that a text has filled to later prompts. The last token has been said, not fed."""
         row, page = slot.row, self.pool.page
         full = (row.size - 1) // page
@@ -420,5 +424,4 @@ class Lane:
             text = ids[known * page :] + row.ids[max(0, known * page - len(ids)) :]
             text = text[: (full - known) * page]
             row.keys[known:] = page_keys(text, page, slot.salt, row.keys[known:])
-            for number, key in zip(pages[known:], row.keys[known:], strict=False):
-                self.pool.publish(number, key)
+            pages.publish(row.keys, known)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from regard.cache import BlockTable
 from regard.decode.beam import Beams, Group, Rules, Shape, select
 from regard.decode.graphs import SHORTEST, Runner, SlotLane, by_token
 from regard.decode.lane import BROKEN, Lane, Row, Slot, State
@@ -112,8 +113,8 @@ class SearchRunner(Runner):
         changed = [s.ids, s.pos, *self.texts.tensors(), self.live, self.broken, self.pages.table]
         self.recorder.try_and_record(key, call, changed)
 
-    def place(self, edits: list[tuple[int, int, int, int]], idle: list[int]) -> None:  # type: ignore[override]
-        """Requests that are gone; then pages, as (row, first token, page, its tokens)."""
+    def place(self, edits: dict[tuple[int, int], tuple[int, int]], idle: list[int]) -> None:  # type: ignore[override]
+        """Requests that are gone; then pages and how many tokens they have, by (row, first token)."""
         size, k = self.pool.page, self.shape.beams
         if idle:
             at = send([i * k + j for i in idle for j in range(k)], self.device)
@@ -122,7 +123,8 @@ class SearchRunner(Runner):
             self.live.index_fill_(0, send(idle, self.device), False)
             self.state.pos.index_fill_(0, at, 0)
         if edits:
-            row, first, page, count = send(edits, self.device).T
+            each = [(*at, *page) for at, page in edits.items()]
+            row, first, page, count = send(each, self.device).T
             j = torch.arange(size, device=self.device)
             # Tokens that a page does not have are written behind the table's end.
             at = torch.where(j < count[:, None], first[:, None] + j, self.own.shape[1] - 1)
@@ -130,7 +132,7 @@ class SearchRunner(Runner):
                 x[row[:, None], at] = (page[:, None] * size + j).int()
 
     def reset(self) -> None:
-        self.place([], list(range(self.places)))
+        self.place({}, list(range(self.places)))
 
 
 class SearchLane(SlotLane):
@@ -139,11 +141,11 @@ class SearchLane(SlotLane):
 
     runner: SearchRunner
     slots: list[Group]  # type: ignore[assignment]
-    edits: list[tuple[int, int, int, int]]  # type: ignore[assignment]
+    edits: dict[tuple[int, int], tuple[int, int]]  # type: ignore[assignment]
 
     def _slot(self, row: Row) -> Slot:
-        own: list[list[int]] = [[] for _ in range(self.runner.shape.beams)]
-        return Group(row, row.request.ids[:-1], self.free.pop(0), own=own)
+        pages, *own = (BlockTable(self.pool) for _ in range(1 + self.runner.shape.beams))
+        return Group(row, row.request.ids[:-1], self.free.pop(0), pages=pages, own=own)
 
     def admit(self, rows: Sequence[Row], keys: Sequence[bytes] = ()) -> None:
         """One request. `keys`: of its prompt's pages."""
@@ -158,11 +160,11 @@ class SearchLane(SlotLane):
         assert isinstance(slot, Group)
         self._leave(slot)
         for pages in (*slot.own, slot.pages):
-            self._vacate(pages)
+            pages.release()
 
     def _forget(self, slot: Slot) -> None:
         gone = set(slot.homes)
-        self.edits = [edit for edit in self.edits if edit[0] not in gone]
+        self.edits = {at: page for at, page in self.edits.items() if at[0] not in gone}
 
     def results(self, i: int, why: str = "") -> list[Result]:
         """Running ones are those of when the host last knew."""
@@ -184,17 +186,15 @@ class SearchLane(SlotLane):
         for g in live:
             end = g.asked + min(steps, g.left)
             if not g.asked and not g.own[0]:
-                sizes = [min(page, len(g.text) - i * page) for i in range(len(g.pages))]
-                self.edits += [
-                    (row, i * page, g.pages[i], size)
-                    for row in g.homes
-                    for i, size in enumerate(sizes)
-                ]
+                for row in g.homes:
+                    for i, number in enumerate(g.pages):
+                        self.edits[row, i * page] = number, min(page, len(g.text) - i * page)
             for row, own in zip(g.homes, g.own, strict=True):
-                while len(own) * page < end:
-                    own.append(self.pool.take())
-                    first = len(g.text) + (len(own) - 1) * page
-                    self.edits.append((row, first, own[-1], page))
+                have = len(own)
+                if have * page < end:
+                    own.reserve(end)
+                    for i in range(have, len(own)):
+                        self.edits[row, len(g.text) + i * page] = own[i], page
             used |= used_by(g.row.request.settings, g.asked, end - 1)
             longest = max(longest, len(g.text) + end)
         self._place()
@@ -209,7 +209,7 @@ class SearchLane(SlotLane):
 
     def _place(self) -> None:
         self.runner.place(self.edits, self.idle)
-        self.edits, self.idle = [], []
+        self.edits, self.idle = {}, []
 
     def _land(self) -> None:
         if self.flying is None:
@@ -226,8 +226,7 @@ class SearchLane(SlotLane):
             g.closed, g.state = not bool(live[g.index]), State.RUNNING
             self._score(g)
             if self.prefix and g.row.error is None:
-                for number, key in zip(g.pages, g.keys, strict=False):
-                    self.pool.publish(number, key)
+                g.pages.publish(g.keys)
 
 
 def search_of(runner: Runner, shape: Shape, count: int) -> SearchRunner:

@@ -529,7 +529,7 @@ def delta_rule(k: Matrix, v: Matrix, decay: float = 1.0, beta: float = 1.0) -> T
     yield Table("numbers kept by one layer, as in Qwen3-Next", columns, kept)
 
 
-@topic("regard/cache/paged.py::Paged", "regard/cache/paged.py::Pool")
+@topic("regard/cache/paged.py::Paged", "regard/cache/blocks.py::BlockTable")
 def paged_cache(
     tokens: Numbers = (40.0, 100.0, 70.0), page: int = 16, shared: int = 32, longest: int = 2048
 ) -> Tables:

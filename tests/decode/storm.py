@@ -314,18 +314,18 @@ def _play(seed: int, faults: bool, starved: bool, requests: int) -> Counter[str]
 
 
 def held(engine: Engine) -> None:
-    """Every page that is in use is in some row's table."""
+    """The books of pages agree with the tables of all rows."""
     if engine.pool is None:
         return
     slots = [slot for lane in engine._graphs() for slot in lane.slots]
-    tables: list[list[int]] = [slot.pages for slot in slots]
+    tables = [slot.pages for slot in slots]
     tables += [pages for slot in slots for pages in getattr(slot, "own", [])]
     tables += [m.pages for m in {id(s.memory): s.memory for s in slots if s.memory}.values()]
     plain = [lane for lane in engine.scheduler.lanes.values() if lane not in engine._graphs()]
     caches = [cache for lane in plain for cache in lane.caches()]
     caches += [cache.cross for cache in caches if cache.cross is not None]
     tables += [table for cache in caches for table in getattr(cache, "tables", [])]
-    assert sum(engine.pool.users) == sum(map(len, tables)), "pages are held that no row has"
+    engine.pool.check(tables)
 
 
 def alone(request: Request, model: Any, exact: bool) -> list[Result]:

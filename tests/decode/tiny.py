@@ -90,11 +90,9 @@ def answers(
 
 
 def full(pool: Pool | None) -> None:
-    """The ledger: no row holds a page, and every page can be had."""
+    """No row holds a page, and every page can be had."""
     if pool is not None:
-        assert pool.users == [0] * len(pool.users)
-        assert sorted([*pool.unused, *pool.idle]) == list(range(len(pool.users)))
-        assert set(pool.idle) == set(pool.keys) == set(pool.published.values())
+        pool.check()
 
 
 def tokens_of(events: Iterable[Event], number: int, row: int = 0) -> list[int]:

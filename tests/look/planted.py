@@ -15,7 +15,7 @@ from torch import Tensor
 
 from regard.attention import BACKENDS
 from regard.block import Block
-from regard.cache import Contiguous, Paged, Pool
+from regard.cache import BlockTable, Contiguous, Paged, Pool
 from regard.cache.base import Cache
 from regard.mask import Causal, Span, Visible
 
@@ -254,12 +254,12 @@ def not_copied(model: Any, patch: pytest.MonkeyPatch) -> None:
 
 def not_its_own(model: Any, patch: pytest.MonkeyPatch) -> None:
     """Two rows write to a page that both hold."""
-    patch.setattr(Paged, "_make_own", lambda self, row, place: [])
+    patch.setattr(BlockTable, "own", lambda self, place: None)
 
 
 def lost_too_early(model: Any, patch: pytest.MonkeyPatch) -> None:
     """Pages that a second row holds are free when the first one is given up."""
-    patch.setattr(Pool, "hold", lambda self, page: self.idle.pop(page, None))
+    patch.setattr(Pool, "hold", lambda self, page, times=1: self.idle.pop(page, None))
 
 
 def not_reordered(model: Any, patch: pytest.MonkeyPatch) -> None:
