@@ -277,7 +277,7 @@ def long_texts(name: str, rows: int = 16, length: int = 131072) -> tuple[Engine,
     texts = [[g.randrange(1024) for _ in range(length - 300)] for _ in range(rows)]
     for text in texts:
         for key in page_keys(text, pool.page)[:-1]:
-            page = pool.take(clean=False)
+            page = pool.take()
             pool.publish(page, key)
             pool.drop(page)
     return engine, texts
