@@ -15,7 +15,7 @@ from rich.console import Console
 
 import regard
 from regard.cli import train as live
-from regard.cli.train import Live, Meter, Plain, evaluation_line, view
+from regard.cli.train import Display, Smoothed, evaluation_line
 from regard.errors import Fault, Notice, UsageError
 from regard.train.log import tracker
 
@@ -25,6 +25,13 @@ ROOT = Path(__file__).resolve().parents[1]
 def step(k: int, loss: float = 3.0, **more: Any) -> dict[str, Any]:
     told = {"norm": 0.5, "lr": 6e-4, "tokens": 1000, "seconds": 0.25}
     return {"kind": "step", "step": k, "loss": loss, **told, **more}
+
+
+def begun(steps: int, **how: Any) -> Display:
+    """A display that knows how long the run is."""
+    shown = Display(**how)
+    shown({"kind": "begin", "steps": steps, "about": "", "notices": []})
+    return shown
 
 
 def evaluation(k: int, best: bool = True, **more: Any) -> dict[str, Any]:
@@ -59,7 +66,7 @@ def test_plain_line_comes_every_ten_seconds_and_at_the_end(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     clock = Time()
-    with Plain(60, quiet=False, now=clock) as plain:
+    with begun(60, now=clock) as plain:
         for k in range(1, 61):
             clock.now += 0.5
             plain(step(k, 3.4121))
@@ -72,7 +79,7 @@ def test_plain_line_comes_every_ten_seconds_and_at_the_end(
 
 def test_eta_of_a_resumed_run_counts_its_own_steps(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Time()
-    plain = Plain(1000, quiet=False, now=clock)
+    plain = begun(1000, now=clock)
     for k in range(901, 921):
         clock.now += 0.5
         plain(step(k))
@@ -84,7 +91,7 @@ def test_eta_of_a_resumed_run_counts_its_own_steps(capsys: pytest.CaptureFixture
 
 
 def test_quiet_keeps_evaluations_and_warnings(capsys: pytest.CaptureFixture[str]) -> None:
-    plain = Plain(2, quiet=True)
+    plain = begun(2, quiet=True)
     for event in (
         step(1),
         step(2),
@@ -114,7 +121,7 @@ def test_evaluation_line_names_every_metric() -> None:
 
 
 def test_samples_are_shown_as_text(capsys: pytest.CaptureFixture[str]) -> None:
-    Plain(2, quiet=False)(SAMPLES)
+    begun(2)(SAMPLES)
     said = capsys.readouterr().err
     assert said == "sample  the [red]king[/] → ␛[31msaid␊  (wanted is)\n"
 
@@ -123,20 +130,20 @@ def test_samples_are_shown_as_text(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_curve_holds_the_whole_run_in_few_values() -> None:
-    meter = Meter(10_000)
+    loss = Smoothed()
     for k in range(1, 10_001):
-        meter.hear(step(k, float(k)))
-        assert len(meter.curve) < live.TRAIL
-    assert meter.curve == sorted(meter.curve) and len(meter.curve) >= live.TRAIL // 2
-    assert meter.curve[0] < 100 and meter.curve[-1] > 9_800
+        loss.add(float(k))
+        assert len(loss.curve) < live.TRAIL
+    assert loss.curve == sorted(loss.curve) and len(loss.curve) >= live.TRAIL // 2
+    assert loss.curve[0] < 100 and loss.curve[-1] > 9_800
 
 
 def test_mean_loss_starts_at_the_first_value() -> None:
-    meter = Meter(10)
-    meter.hear(step(1, 5.0))
-    assert meter.ema == pytest.approx(5.0)
-    meter.hear(step(2, 3.0))
-    assert meter.ema == pytest.approx((0.98 * 0.02 * 5 + 0.02 * 3) / (0.98 * 0.02 + 0.02))
+    loss = Smoothed()
+    loss.add(5.0)
+    assert loss.mean == pytest.approx(5.0)
+    loss.add(3.0)
+    assert loss.mean == pytest.approx((0.98 * 0.02 * 5 + 0.02 * 3) / (0.98 * 0.02 + 0.02))
 
 
 # --- the block ----------------------------------------------------------------------------------------------------
@@ -154,7 +161,7 @@ def screen(width: int = 100, height: int = 20, **more: Any) -> Console:
     )
 
 
-def told(shown: Live) -> None:
+def told(shown: Display) -> None:
     for k in range(1, 61):
         shown(step(k, 5 - k / 30))
     shown(evaluation(50, bleu=31.2))
@@ -164,7 +171,7 @@ def told(shown: Live) -> None:
 
 def test_block_shows_where_the_run_stands() -> None:
     console = screen()
-    shown = Live(300, console)
+    shown = begun(300, console=console)
     told(shown)
     lines = [text for text, _ in shown.lines(100)]
     assert lines[0].startswith("step 60/300  ━━━━━━━━╌╌╌") and "20 %  left 00:" in lines[0]
@@ -181,7 +188,7 @@ def test_block_shows_where_the_run_stands() -> None:
 @pytest.mark.parametrize("width, height", [(200, 50), (40, 6), (10, 2), (1, 1)])
 def test_block_fits_any_terminal(width: int, height: int) -> None:
     console = screen(width, height)
-    with Live(300, console) as shown:
+    with begun(300, console=console) as shown:
         told(shown)
         for now in (width, max(width // 2, 1), 1, width):  # it shrinks while the run goes on
             console.width = now
@@ -191,7 +198,7 @@ def test_block_fits_any_terminal(width: int, height: int) -> None:
 
 def test_block_before_the_first_step_and_warnings() -> None:
     console = screen()
-    with Live(3, console) as shown:
+    with begun(3, console=console) as shown:
         shown.block.refresh()
         shown({"kind": "warning", "text": "[bold]odd"})
     out = console.file.getvalue()  # type: ignore[attr-defined]
@@ -201,7 +208,7 @@ def test_block_before_the_first_step_and_warnings() -> None:
 def test_block_has_no_colour_where_none_is_wanted() -> None:
     for no_color in (False, True):
         console = screen(color_system="standard", no_color=no_color)
-        with Live(3, console) as shown:
+        with begun(3, console=console) as shown:
             told(shown)
         coloured = re.search(r"\x1b\[3[0-9]m", console.file.getvalue())  # type: ignore[attr-defined]
         assert bool(coloured) != no_color
@@ -209,7 +216,7 @@ def test_block_has_no_colour_where_none_is_wanted() -> None:
 
 def test_hearing_a_step_draws_nothing() -> None:
     console = screen()
-    shown = Live(100_000, console)
+    shown = begun(100_000, console=console)
     drawn: list[int] = []
     shown.block.refresh = lambda: drawn.append(1)  # type: ignore[method-assign]
     with shown:
@@ -231,37 +238,38 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    "terminal, term, quiet, kind",
+    "terminal, term, quiet, block",
     [
-        (True, "xterm", False, Live),
-        (True, "dumb", False, Plain),
-        (True, "", False, Plain),
-        (True, "xterm", True, Plain),
-        (False, "xterm", False, Plain),
+        (True, "xterm", False, True),
+        (True, "dumb", False, False),
+        (True, "", False, False),
+        (True, "xterm", True, False),
+        (False, "xterm", False, False),
     ],
 )
-def test_view_is_chosen_by_the_terminal(
-    terminal: bool, term: str, quiet: bool, kind: type, monkeypatch: pytest.MonkeyPatch
+def test_block_is_chosen_by_the_terminal(
+    terminal: bool, term: str, quiet: bool, block: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal() if terminal else io.StringIO())
     monkeypatch.setenv("TERM", term) if term else monkeypatch.delenv("TERM", raising=False)
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
-    assert type(view(10, quiet)) is kind
+    with begun(10, quiet=quiet, console=None if quiet else live.terminal()) as shown:
+        assert (shown.block is not None) == block
 
 
-def test_view_without_rich_is_plain_lines() -> None:
+def test_terminal_without_rich_gets_plain_lines() -> None:
     script = """
 import sys
 import warnings
 sys.modules["rich"] = sys.modules["rich.console"] = None
 sys.stderr.isatty = lambda: True
-from regard.cli.train import view
-print(type(view(3, False)).__name__, "torch" in sys.modules)
+from regard.cli.train import terminal
+print(terminal(), "torch" in sys.modules)
 """
     env = {"PYTHONPATH": str(ROOT), "TERM": "xterm", "PATH": ""}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
-    assert done.stdout.split() == ["Plain", "False"], done.stderr
+    assert done.stdout.split() == ["None", "False"], done.stderr
 
 
 # --- trackers -----------------------------------------------------------------------------------------------------

@@ -106,9 +106,8 @@ def _shown(options: Any, start: Callable[..., Any], *names: str) -> int:
 
     given = values(options)
     quiet, ordered = given.pop("quiet"), [given.pop(name) for name in names]
-    with signals() as received, contextlib.ExitStack() as stack:
-        shown, stop = Screen(quiet, stack), lambda: bool(received)
-        result = start(*ordered, **given, callbacks=[shown], stop=stop)
+    with signals() as received, Display(quiet, None if quiet else terminal()) as display:
+        result = start(*ordered, **given, callbacks=[display], stop=lambda: bool(received))
     first = os.environ.get("RANK", "0") == "0"
     if result.status == "asked":
         if first:
@@ -164,95 +163,165 @@ def reload(folder: Path) -> None:
 # --- what a run shows -----------------------------------------------------------------------------
 
 
-class Screen:
-    """Shows the events of a run: what it is, then its progress."""
-
-    def __init__(self, quiet: bool, stack: contextlib.ExitStack):
-        self.quiet, self.stack = quiet, stack
-        self.view: Any = None
-
-    def __call__(self, event: Event) -> None:
-        match event["kind"]:
-            case "begin":
-                notices = (f"note: {text}" for text in event["notices"])
-                for text in (event["about"], *notices, event.get("resumed")):
-                    if text:
-                        say(text)
-                self.view = self.stack.enter_context(view(event["steps"], self.quiet))
-            case "end":
-                self.stack.close()
-            case "warning" if self.view is None:
-                say(f"warning: {event['text']}")
-            case _ if self.view is not None:
-                self.view(event)
+def terminal() -> Any:
+    """A console of rich on stderr, or None where what is shown there cannot be renewed."""
+    if not sys.stderr.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+        return None
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    console = Console(stderr=True)
+    return console if console.is_terminal else None
 
 
-def view(steps: int, quiet: bool) -> Plain | Live:
-    """The block where stderr is a terminal that can show it, else lines; `quiet`: evaluations and
-    warnings alone."""
-    if not quiet and sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb":
-        with contextlib.suppress(ImportError):
-            from rich.console import Console
+class Smoothed:
+    """A mean of losses in which the old ones fade, and its course over the whole run in a few values."""
 
-            console = Console(stderr=True)
-            if console.is_terminal:
-                return Live(steps, console)
-    return Plain(steps, quiet)
+    def __init__(self) -> None:
+        self.sum = self.weight = 0.0
+        self.curve: list[float] = []
+        self.count, self.each = 0, 1
+
+    def add(self, loss: float) -> None:
+        self.count += 1
+        self.sum = KEEP * self.sum + (1 - KEEP) * loss
+        self.weight = KEEP * self.weight + 1 - KEEP
+        if self.count % self.each == 0:
+            self.curve.append(self.mean)
+        if len(self.curve) == TRAIL:
+            self.curve, self.each = self.curve[1::2], 2 * self.each
+
+    @property
+    def mean(self) -> float:
+        return self.sum / self.weight if self.weight else math.nan
 
 
-class Meter:
-    """Where a run stands, from its events, which it only notes: they come in the loop's own time."""
+class Display:
+    """Shows the events of a run: on a console of rich by a block that a thread of its own draws anew four times a
+    second, elsewhere by a line every ten seconds; `quiet`: evaluations and warnings alone. A step is only noted."""
 
-    def __init__(self, steps: int, now: Callable[[], float] = time.monotonic):
-        self.steps, self.now = steps, now
-        self.began, self.done, self.step = now(), 0, 0
+    def __init__(
+        self, quiet: bool = False, console: Any = None, now: Callable[[], float] = time.monotonic
+    ):
+        self.quiet, self.console, self.now = quiet, console, now
+        self.block: Any = None
+        self.lock = threading.Lock()
+        self.steps, self.began, self.shown = 0, 0.0, 0.0
         self.at: Event = {}
-        self.mean, self.weight = 0.0, 0.0
-        self.tokens, self.seconds = 0, 0.0
+        self.loss = Smoothed()
+        self.tokens, self.seconds, self.speed = 0, 0.0, 0.0
         self.evaluation, self.best = "", ""
         self.samples: list[str] = []
-        # The smoothed loss of every so many steps: the whole run in a few values.
-        self.curve: list[float] = []
-        self.each = 1
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        if self.block is not None:
+            self.block.stop()
 
-    def hear(self, event: Event) -> None:
-        kind = event["kind"]
-        if kind == "step":
-            self.at, self.step, self.done = event, event["step"], self.done + 1
+    def __call__(self, event: Event) -> None:
+        match event["kind"]:
+            case "begin":
+                self.begin(event)
+            case "step":
+                self.step(event)
+            case "evaluation":
+                self.evaluation = evaluation_line(event)
+                self.best = self.evaluation if event["best"] else self.best
+                if self.block is None:
+                    say(self.evaluation)
+            case "samples":
+                self.samples = [sample_line(sample) for sample in event["samples"][:SHOWN]]
+                if self.block is None and not self.quiet:
+                    say("\n".join(self.samples))
+            case "warning":
+                self.tell(f"{'note' if self.began else 'warning'}: {event['text']}")
+            case "broken":
+                what = f"loss {event['loss']}, gradient {event['norm']}"
+                self.tell(f"step {event['step']}: {what}: the weights were not touched")
+            case "end":
+                self.__exit__()
+
+    def tell(self, text: str) -> None:
+        """What must be said at once, above the block where there is one."""
+        if self.block is None:
+            say(text)
+        else:
+            self.console.print(text, markup=False, highlight=False)
+
+    def begin(self, event: Event) -> None:
+        notices = (f"note: {text}" for text in event["notices"])
+        for text in filter(None, (event["about"], *notices, event.get("resumed"))):
+            say(text)
+        self.steps, self.began = event["steps"], self.now()
+        self.shown = self.began
+        if self.console is not None:
+            from rich.live import Live
+
+            # stdout may be a file, and it is for data.
+            how: Any = {"vertical_overflow": "crop", "redirect_stdout": False}
+            how |= {"get_renderable": self.picture, "refresh_per_second": RATE}
+            self.block = Live(console=self.console, **how)
+            self.block.start(refresh=False)
+
+    def step(self, event: Event) -> None:
+        with self.lock:
+            self.at = event
             self.tokens += event["tokens"]
             self.seconds += event["seconds"]
-            self.mean = KEEP * self.mean + (1 - KEEP) * event["loss"]
-            self.weight = KEEP * self.weight + 1 - KEEP
-            if self.done % self.each == 0:
-                self.curve.append(self.ema)
-            if len(self.curve) == TRAIL:
-                self.curve, self.each = self.curve[1::2], 2 * self.each
-        elif kind == "evaluation":
-            self.evaluation = evaluation_line(event)
-            self.best = self.evaluation if event["best"] else self.best
-        elif kind == "samples":
-            self.samples = [sample_line(s) for s in event["samples"][:SHOWN]]
+            self.loss.add(event["loss"])
+        late = self.now() - self.shown >= EVERY or event["step"] == self.steps
+        if late and self.block is None and not self.quiet:
+            say(f"{time.strftime('%H:%M:%S')} {self.line()}")
 
-    @property
-    def ema(self) -> float:
-        return self.mean / self.weight if self.weight else math.nan
-
-    def rate(self) -> float:
-        """Tokens per second since the last call."""
-        rate = self.tokens / self.seconds if self.seconds > 0 else 0.0
-        self.tokens, self.seconds = 0, 0.0
-        return rate
+    def rate(self, every: float) -> float:
+        """Tokens per second, counted anew after so many seconds: over a short time they jump."""
+        if self.now() - self.shown >= every:
+            self.speed = self.tokens / self.seconds if self.seconds > 0 else 0.0
+            self.tokens, self.seconds, self.shown = 0, 0.0, self.now()
+        return self.speed or self.tokens / max(self.seconds, 1e-9)
 
     def left(self) -> str:
         """The time to go at the pace so far, evaluations and checkpoints included."""
-        pace = (self.now() - self.began) / max(self.done, 1)
-        return clock(pace * max(self.steps - self.step, 0))
+        pace = (self.now() - self.began) / max(self.loss.count, 1)
+        return clock(pace * max(self.steps - self.at["step"], 0))
+
+    def line(self) -> str:
+        """step 60/300 loss 3.412 lr 6.0e-4 tok/s 3570 eta 00:04:35"""
+        at, lr = self.at, small(format(self.at["lr"], ".1e"))
+        line = f"step {at['step']}/{self.steps} loss {at['loss']:.3f} lr {lr}"
+        if "reward_margin" in at:
+            line += f" preferred {at['reward_accuracy']:.0%} by {at['reward_margin']:.3g}"
+        return f"{line} tok/s {self.rate(0):.0f} eta {self.left()}"
+
+    def picture(self) -> Any:
+        """The lines of the block, each cut to the width that the terminal has now."""
+        from rich.text import Text
+
+        with self.lock:
+            lines = self.lines(self.console.width)
+        cut: Any = {"no_wrap": True, "overflow": "crop"}
+        return Text("\n").join(Text(line, style=style, **cut) for line, style in lines)
+
+    def lines(self, width: int) -> list[tuple[str, str]]:
+        """(text, style) of each line."""
+        if not self.at:
+            return [("before the first step", "dim")]
+        at, share = self.at, min(self.at["step"] / max(self.steps, 1), 1.0)
+        room = max(min(width - 40, 40), 0)
+        bar = ("━" * round(share * room)).ljust(room, "╌")
+        head = f"step {at['step']}/{self.steps}  {bar}  {100 * share:.0f} %  left {self.left()}"
+        loss, lr = f"{at['loss']:.4f} (mean {self.loss.mean:.4f})", small(format(at["lr"], ".2e"))
+        speed = short(self.rate(1))
+        figures = f"loss {loss}  lr {lr}  grad {at['norm']:.2f}  {speed} tok/s"
+        curve = spark(self.loss.curve, max(min(width - 6, 60), 0))
+        best = self.best if self.best != self.evaluation else ""
+        lines = [(head, "bold"), (figures, ""), (f"loss  {curve}" if curve else "", "cyan")]
+        lines += [(self.evaluation, "green"), (best, "green")]
+        lines += [(line, "dim") for line in self.samples]
+        return [(clip(line, width), style) for line, style in lines if line]
 
 
 def evaluation_line(event: Event) -> str:
@@ -270,99 +339,3 @@ def sample_line(sample: Event) -> str:
     known = f"  (wanted {clip(visible(wanted), 60)})" if wanted is not None else ""
     source, text = (clip(visible(sample.get(k) or ""), 60) for k in ("source", "text"))
     return f"sample  {source} → {text}{known}"
-
-
-def trouble(event: Event) -> str:
-    """What must be said at once, or nothing."""
-    if event["kind"] == "warning":
-        return f"note: {event['text']}"
-    if event["kind"] == "broken":
-        what = f"loss {event['loss']}, gradient {event['norm']}"
-        return f"step {event['step']}: {what}: the weights were not touched"
-    return ""
-
-
-class Plain(Meter):
-    """12:04:10 step 60/300 loss 3.412 lr 6.0e-4 tok/s 3570 eta 00:04:35, every ten seconds and at
-    the end."""
-
-    def __init__(self, steps: int, quiet: bool, now: Callable[[], float] = time.monotonic):
-        super().__init__(steps, now)
-        self.quiet, self.last = quiet, now()
-
-    def __call__(self, event: Event) -> None:
-        self.hear(event)
-        kind = event["kind"]
-        if text := trouble(event):
-            say(text)
-        elif kind == "evaluation":
-            say(self.evaluation)
-        elif kind == "samples" and not self.quiet:
-            say("\n".join(self.samples))
-        elif kind == "step" and not self.quiet:
-            if self.now() - self.last < EVERY and self.step != self.steps:
-                return
-            self.last, lr = self.now(), small(format(event["lr"], ".1e"))
-            line = f"step {self.step}/{self.steps} loss {event['loss']:.3f} lr {lr}"
-            if "reward_margin" in event:
-                line += f" preferred {event['reward_accuracy']:.0%} by {event['reward_margin']:.3g}"
-            line += f" tok/s {self.rate():.0f} eta {self.left()}"
-            say(f"{time.strftime('%H:%M:%S')} {line}")
-
-
-class Live(Meter):
-    """A block on a console of rich, drawn four times a second at most, by a thread of its own."""
-
-    def __init__(self, steps: int, console: Any):
-        from rich.live import Live as Block
-
-        super().__init__(steps)
-        self.console, self.lock = console, threading.Lock()
-        self.renewed, self.shown_rate = self.now(), 0.0
-        # stdout may be a file, and it is for data
-        how: Any = {"vertical_overflow": "crop", "redirect_stdout": False}
-        show = self.picture
-        self.block = Block(console=console, get_renderable=show, refresh_per_second=RATE, **how)
-
-    def __enter__(self) -> Self:
-        self.block.start(refresh=False)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.block.stop()
-
-    def __call__(self, event: Event) -> None:
-        with self.lock:
-            self.hear(event)
-        if text := trouble(event):
-            self.console.print(text, markup=False, highlight=False)
-
-    def picture(self) -> Any:
-        """The lines of the block, each cut to the width that the terminal has now."""
-        from rich.text import Text
-
-        with self.lock:
-            lines = self.lines(self.console.width)
-        cut: Any = {"no_wrap": True, "overflow": "crop"}
-        return Text("\n").join(Text(line, style=style, **cut) for line, style in lines)
-
-    def lines(self, width: int) -> list[tuple[str, str]]:
-        """(text, style) of each line."""
-        if not self.at:
-            return [("before the first step", "dim")]
-        # A rate over a second or more does not jump.
-        if self.now() - self.renewed >= 1:
-            self.shown_rate, self.renewed = self.rate(), self.now()
-        speed = self.shown_rate or self.tokens / max(self.seconds, 1e-9)
-        at, share = self.at, min(self.step / max(self.steps, 1), 1.0)
-        room = max(min(width - 40, 40), 0)
-        bar = ("━" * round(share * room)).ljust(room, "╌")
-        head = f"step {self.step}/{self.steps}  {bar}  {100 * share:.0f} %  left {self.left()}"
-        loss, lr = f"{at['loss']:.4f} (mean {self.ema:.4f})", small(format(at["lr"], ".2e"))
-        figures = f"loss {loss}  lr {lr}  grad {at['norm']:.2f}  {short(speed)} tok/s"
-        curve = spark(self.curve, max(min(width - 6, 60), 0))
-        best = self.best if self.best != self.evaluation else ""
-        lines = [(head, "bold"), (figures, ""), (f"loss  {curve}" if curve else "", "cyan")]
-        lines += [(self.evaluation, "green"), (best, "green")]
-        lines += [(line, "dim") for line in self.samples]
-        return [(clip(line, width), style) for line, style in lines if line]
