@@ -42,7 +42,7 @@ from safetensors.torch import load_file
 
 import regard
 from regard import recipes
-from regard.cli.main import WORDS, command_of, main
+from regard.cli.main import command_of, first_words, main
 from regard.serve.app import App, listen
 from tests.checkpoint import ggufs
 from tests.checkpoint.families import case
@@ -109,7 +109,9 @@ def _inline(prose: str) -> Iterator[Piece]:
     for command, why_not in INLINE.findall(prose):
         words = command.split()
         # A verb alone is the name of a command, unless it needs no more.
-        if words[0] == "torchrun" or (words[1] in WORDS and (words[2:] or words[1] in ALONE)):
+        if words[0] == "torchrun" or (
+            words[1] in first_words() and (words[2:] or words[1] in ALONE)
+        ):
             yield Piece("shell", " ".join(words), why_not, alone=True)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from regard.cli.main import WORDS, command_of
+from regard.cli.main import command_of, first_words
 from regard.cli.shared import parse
 from regard.errors import UsageError
 from regard.learn.explain import called, find
@@ -125,8 +125,8 @@ def test_name_can_be_imported(name: str) -> None:
 @pytest.mark.parametrize("line", sorted({c.strip("`") for c in cells(2)}))
 def test_command_can_be_typed(line: str) -> None:
     regard, verb, *rest = shlex.split(line)
-    assert regard == "regard" and verb in WORDS
-    assert not WORDS[verb] or rest[0] == WORDS[verb]
+    assert regard == "regard" and verb in first_words()
+    assert not first_words()[verb] or rest[0] == first_words()[verb]
     options: Any = parse(command_of(verb)[0], verb, rest)
     if verb == "explain":
         given = {n: v for n, v in vars(options).items() if isinstance(v, tuple) and n != "numbers"}

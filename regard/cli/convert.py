@@ -3,14 +3,13 @@ merge: an adapter and its model become one model folder."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from regard.cli.shared import check_new_folder, dim, talk
+from regard.cli.shared import check_new_folder, renew, talk
 from regard.errors import DATA, RUN, Fault, UsageError, blaming, notice
 from regard.files import model_folder, resolve_model
 
@@ -84,10 +83,7 @@ def run(options: Options) -> int:
 
 
 def progress(done: int, total: int) -> None:
-    """A line that is written over, on a terminal."""
-    if sys.stderr.isatty():
-        text = dim(f"tensor {done} of {total}") + "\x1b[K" + ("\r\x1b[K" if done == total else "")
-        print(f"\r{text}", end="", file=sys.stderr, flush=True)
+    renew(f"tensor {done} of {total}" if done < total else "")
 
 
 def merge(options: MergeOptions) -> int:

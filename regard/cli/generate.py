@@ -1,13 +1,12 @@
 """regard generate: one prompt in; its answer, or its answers, out. regard translate: lines. regard chat: turns.
 
-Settings of decoding have the names of regard.decode.settings.Settings, which checks their values; a test keeps the two
-alike. What is not given is as the model's folder says, and else Settings' default.
+Settings of decoding have the names of regard.decode.settings.Settings, which checks their values. What is not given is
+as the model's folder says, and else Settings' default.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -19,73 +18,47 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from tyro.conf import Positional, UseAppendAction, arg
+from tyro.conf import Positional, arg
 
 from regard.cli import shared as cli
+from regard.cli.flags import Early, added_filters, setting_flags
 from regard.cli.main import tell
+from regard.decode.settings import DEFAULTS, Result
 from regard.errors import DATA, Fault, UsageError, blaming
 
 if TYPE_CHECKING:
-    from regard.decode.settings import Result
     from regard.evaluate.model import Opened
 
 Number = Annotated[float | None, arg(metavar="X")]
-Early = Literal["heuristic", "never", "first"]
-Token = Annotated[int | None, arg(metavar="ID")]
-Tokens = Annotated[UseAppendAction[tuple[int, ...]], arg(metavar="ID")]
-Biases = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="ID=BIAS")]
-Runs = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="ID,ID=BIAS")]
-Decay = Annotated[tuple[int, float] | None, arg(metavar="N FACTOR")]
 Defaults = Literal["model", "plain"]
 
 
-@dataclass(frozen=True)
+@setting_flags(
+    "top_k min_p filters repetition_penalty encoder_repetition_penalty presence_penalty "
+    "frequency_penalty samples"
+)
 class Sampling:
     """How tokens are drawn, when temperature is above 0."""
 
-    top_k: cli.Count = None  # draw from the K most probable tokens; 0: from all
-    min_p: Number = None  # least share of the most probable token's probability
-    repetition_penalty: Number = None  # above 1: tokens that occurred become less probable
-    encoder_repetition_penalty: Number = None  # above 1: tokens of the source, more probable
-    presence_penalty: Number = None  # taken from the logit of each token that occurred
-    frequency_penalty: Number = None  # the same for each time it occurred
-    samples: cli.Count = None  # several answers to the prompt
 
-
-@dataclass(frozen=True)
+@setting_flags(
+    "beams n_best length_penalty early_stopping renormalize_logits draft_model draft lookup",
+    n_best="print the N best of the beams",
+    draft="how many it guesses at once; default: 4",
+)
 class Search:
     """Beam search, and speculation."""
 
-    beams: cli.Count = None  # above 1: beam search
-    n_best: cli.Count = None  # print the N best of the beams
-    length_penalty: Number = None  # a text scores log probability / length ** penalty
-    # when beam search may stop: by a bound, at the best bound, or with as many texts as beams
-    early_stopping: Early | None = None
-    # compare beams by what bias, bans and penalties leave of the probabilities
-    renormalize_logits: bool | None = None
     # a small model of the same vocabulary that guesses tokens ahead; changes no greedy token
     draft_model: cli.FolderName = None
-    draft: cli.Count = None  # how many it guesses at once; default: 4
-    # guess this many tokens at once by looking the last ones up in the text; changes no token
-    lookup: cli.Count = None
 
 
-@dataclass(frozen=True)
+@setting_flags(
+    "min_new_tokens logit_bias sequence_bias banned begin_suppress_tokens no_repeat_ngram_size "
+    "encoder_no_repeat_ngram_size exponential_decay_length_penalty eos forced_first forced_last"
+)
 class Rules:
     """Rules about tokens, by id."""
-
-    min_new_tokens: cli.Count = None  # no end before this many tokens
-    logit_bias: Biases = ()  # add BIAS to the logit of token ID
-    sequence_bias: Runs = ()  # the same of the last of several tokens, where it would follow the others
-    banned: Tokens = ()  # never this token
-    begin_suppress_tokens: Tokens = ()  # not as the first
-    no_repeat_ngram_size: cli.Count = None  # no run of N tokens twice
-    encoder_no_repeat_ngram_size: cli.Count = None  # no run of N tokens that the source has
-    # after N tokens, ends become more probable by FACTOR ** tokens since
-    exponential_decay_length_penalty: Decay = None
-    eos: Tokens = ()  # tokens that end the text, instead of the folder's
-    forced_first: Token = None  # the first token
-    forced_last: Token = None  # the last token of a text that reaches the limit
 
 
 @dataclass(frozen=True)
@@ -122,57 +95,29 @@ class Options:
 
 
 def run(options: Options) -> int:
-    from regard.data.read import Pictures
-    from regard.decode.defaults import check_given, settings_of
-    from regard.decode.generate import Unanswered, answers, failed, stream, unread
-    from regard.evaluate.model import check_reads_text, notice_length
-    from regard.models import Patches
-    from regard.text import needed
+    from regard.decode.defaults import settings_of
+    from regard.decode.generate import Unanswered, answers, failed, stream
+    from regard.evaluate.model import notice_length
 
-    given, drafted = settings_in(options), options.search.draft_model
-    if drafted is not None:
-        given["draft"] = given.get("draft") or 4
-    elif given.get("draft"):
-        raise UsageError("--draft counts the guesses of a draft model: --draft-model FOLDER")
-    # A wrong setting is told before the model is read.
-    check_given(given)
+    given = settings_in(options)
     if (options.top_logprobs or options.prompt_logprobs) and not options.json:
         raise UsageError(
             "--top-logprobs and --prompt-logprobs are printed with --json; give it too"
         )
-    prompt: Any = cli.given_text(options.prompt)
-    if options.ids:
-        try:
-            prompt = [int(word) for word in prompt.replace(",", " ").split()]
-        except ValueError:
-            raise UsageError(
-                f"--ids wants whole numbers such as '5 9 2', got {prompt!r:.60}; leave it out for text"
-            ) from None
+    text = cli.given_text(options.prompt)
+    prompt = ids_in(text) if options.ids else text
     opened = cli.open_model(options.model, options.machine)
-    model, tokenizer = opened.plain, opened.tokenizer
-    if model.reads_source and isinstance(wanted := getattr(model.config, "source", None), Patches):
-        if options.ids:
-            raise UsageError("this model reads images, not ids: name a picture and leave --ids out")
-        prompt = Pictures(wanted, model.origin).file(Path(prompt))
-    else:
-        check_reads_text(model)
-        if options.prompt and options.prompt == prompt:
-            check_not_a_file(prompt, options.model)
+    prompt = read_prompt(opened, prompt, options)
     cli.compare(opened, prompt)
     model = opened.model
     say_defaults(model, options.defaults)
     single = "stop" if options.stop else ""
     rows = settings_of(model, given, options.defaults, single)(1).rows
-    given["defaults"] = options.defaults
-    ids = prompt
-    if isinstance(prompt, str):
-        ids = needed(tokenizer).encode(prompt)
-        if lost := unread(needed(tokenizer), prompt):
-            tell("note", lost)
-    if drafted is not None:
-        given["draft_model"] = cli.open_model(drafted, options.machine).model
-    given["stop"] = options.stop
-    as_it_comes = rows == 1 and not options.json and tokenizer is not None
+    ids = as_ids(opened, prompt)
+    if options.search.draft_model is not None:
+        given["draft_model"] = cli.open_model(options.search.draft_model, options.machine).model
+    given |= {"defaults": options.defaults, "stop": options.stop}
+    as_it_comes = rows == 1 and not options.json and opened.tokenizer is not None
     rate = cli.Rate(streaming=as_it_comes)
     if as_it_comes:
         results = [write(stream(model, prompt, **given), rate, [])]
@@ -191,6 +136,47 @@ def run(options: Options) -> int:
     return 0
 
 
+def ids_in(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError:
+        how = "leave it out for text"
+        raise UsageError(
+            f"--ids wants whole numbers such as '5 9 2', got {text!r:.60}; {how}"
+        ) from None
+
+
+def read_prompt(opened: Opened, prompt: Any, options: Options) -> Any:
+    """The prompt as the model reads it: of a model of pictures the one that it names."""
+    from regard.data.read import Pictures
+    from regard.evaluate.model import check_reads_text
+    from regard.models import Patches
+
+    model = opened.plain
+    if model.reads_source and isinstance(wanted := getattr(model.config, "source", None), Patches):
+        if options.ids:
+            raise UsageError("this model reads images, not ids: name a picture and leave --ids out")
+        return Pictures(wanted, model.origin).file(Path(prompt))
+    check_reads_text(model)
+    if options.prompt and options.prompt == prompt:
+        check_not_a_file(prompt, options.model)
+    return prompt
+
+
+def as_ids(opened: Opened, prompt: Any) -> Any:
+    """The ids of a text, and a note on what of it the tokenizer has no token for."""
+    from regard.decode.generate import unread
+    from regard.text import needed
+
+    if not isinstance(prompt, str):
+        return prompt
+    tokenizer = needed(opened.tokenizer)
+    ids = tokenizer.encode(prompt)
+    if lost := unread(tokenizer, prompt):
+        tell("note", lost)
+    return ids
+
+
 def check_not_a_file(prompt: str, model: str) -> None:
     """A prompt that is the name of a file was hardly meant as text."""
     from regard.data.read import SUFFIXES
@@ -207,25 +193,34 @@ def check_not_a_file(prompt: str, model: str) -> None:
 
 
 def settings_in(options: Any) -> dict[str, Any]:
-    """The options that are settings of decoding. What was not given is left to the model folder or
-    the default."""
-    from regard.decode.settings import Settings
+    """The options that are settings of decoding, checked before a model is read. What was not given is left to the
+    model's folder or the default."""
+    from regard.decode.defaults import check_given
 
-    flat, known = cli.values(options), {f.name for f in dataclasses.fields(Settings)}
+    flat = cli.values(options)
+    known = {*DEFAULTS, *added_filters()}
     given = {n: x for n, x in flat.items() if n in known and x is not None and x != ()}
     for name, many in (("logit_bias", False), ("sequence_bias", True)):
-        for text in given.pop(name, ()):
-            flag = f"--{name.replace('_', '-')}"
-            try:
-                tokens, value = text.split("=")
-                ids = tuple(int(token) for token in tokens.split(",")) if many else int(tokens)
-                given[name] = (*given.get(name, ()), (ids, float(value)))
-            except ValueError:
-                example = f"{flag} {'42,7=-inf' if many else '42=-5'}"
-                raise UsageError(
-                    f"{flag} is {text!r}; give {'ID,ID' if many else 'ID'}=BIAS, for example {example}"
-                ) from None
+        if texts := given.pop(name, ()):
+            given[name] = tuple(bias(text, name.replace("_", "-"), many) for text in texts)
+    if flat.get("draft_model") is not None:
+        given["draft"] = given.get("draft") or 4
+    elif given.get("draft"):
+        raise UsageError("--draft counts the guesses of a draft model: --draft-model FOLDER")
+    check_given(given)
     return given
+
+
+def bias(text: str, flag: str, many: bool) -> tuple[Any, float]:
+    """ID=BIAS, or ID,ID=BIAS."""
+    tokens, _, value = text.partition("=")
+    try:
+        ids = tuple(map(int, tokens.split(","))) if many else int(tokens)
+        return ids, float(value)
+    except ValueError:
+        form, example = ("ID,ID=BIAS", "42,7=-inf") if many else ("ID=BIAS", "42=-5")
+        how = f"give {form}, for example --{flag} {example}"
+        raise UsageError(f"--{flag} is {text!r}; {how}") from None
 
 
 def say_defaults(model: Any, defaults: str) -> None:
@@ -293,45 +288,13 @@ class TranslateOptions:
 
 
 def translate(options: TranslateOptions) -> int:
-    from regard.decode.defaults import check_given
-    from regard.decode.generate import Unanswered, answers, translating
-    from regard.decode.settings import Result
-    from regard.evaluate.model import check_reads_text
-    from regard.models.embedding import context
-    from regard.see.align import align, cross_site
-    from regard.text import needed
+    from regard.decode.generate import Unanswered
 
     given = settings_in(options)
-    check_given(given)
     cli.check_counts(options, "rows", "block")
     cli.check_file(options.file)
     opened = cli.open_model(options.model, options.machine)
-    model: Any = opened.plain
-    if not model.reads_source:
-        raise UsageError(
-            "translate needs an encoder-decoder (T5, BART, Marian, ...); for others use regard generate"
-        )
-    check_reads_text(model)
-    say_defaults(model, options.defaults)
-    tokenizer, site = needed(opened.tokenizer), cross_site(model) if options.align else ""
-    source = getattr(model.config, "source", None)
-    longest = None if source is None else context(model.config.max_len, source)
-
-    def read(line: str, where: str) -> list[int]:
-        """The ids of a line; none if it is empty."""
-        ids = tokenizer.encode(line) if line.strip() else []
-        if longest is not None and len(ids) > longest:
-            limit = f"the model's context is {longest}"
-            raise Fault(f"{where} has {len(ids)} tokens, {limit}; split the line", DATA)
-        return ids
-
-    def shown(line: str, result: Result) -> str:
-        pairs = align(model, tokenizer, site, line, result) if site else []
-        if options.json:
-            return as_json(result, **({"align": [list(p) for p in pairs]} if site else {}))
-        text = re.sub(r"[\r\n]+", " ", result.text or "")
-        return text + "\t" + " ".join(f"{s}-{t}" for s, t in pairs) if site else text
-
+    translated = Translator(opened, options, given)
     done, rate = 0, cli.Rate(streaming=False)
     # A sentence for each line that ended with an error.
     failed: list[str] = []
@@ -339,20 +302,11 @@ def translate(options: TranslateOptions) -> int:
     for lines, before, name in cli.line_blocks(options.file, block):
         done, tokens = before + len(lines), 0
         places = [f"line {number} of {name}" for number in range(before + 1, done + 1)]
-        sources = [read(line, where) for line, where in zip(lines, places)]
-        results: Iterator[Result] = iter(())
-        if full := [ids for ids in sources if ids]:
-            cli.compare(opened, full[0])
-            model = opened.model
-            how = translating(model, full, given, options.defaults)
-            how |= {"rows": options.rows, "defaults": options.defaults}
-            results = (group[0] for group in answers(model, full, **how))
-        for line, ids, where in zip(lines, sources, places):
-            result = next(results) if ids else Result([], [], 0.0, "eos", text="")
+        for text, result, where in zip(*translated(lines, places), places):
             if result.finish == "error":
                 failed.append(f"{where} was not translated: {result.error}")
             tokens += len(result.ids)
-            sys.stdout.write((shown(line, result) if ids or options.json else "") + "\n")
+            sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
         rate.add(tokens, f", {done} lines")
     rate.done(f", {done} lines")
@@ -360,6 +314,66 @@ def translate(options: TranslateOptions) -> int:
         more = len(failed) - 1
         raise Unanswered(failed[0] + (f" (and {more} more lines)" if more else ""))
     return 0
+
+
+class Translator:
+    """Lines in; what is printed for each, and its result, out."""
+
+    def __init__(self, opened: Opened, options: TranslateOptions, given: dict[str, Any]):
+        from regard.evaluate.model import check_reads_text
+        from regard.models.embedding import context
+        from regard.see.look import cross_site
+        from regard.text import needed
+
+        model: Any = opened.plain
+        if not model.reads_source:
+            families = "(T5, BART, Marian, ...); for others use regard generate"
+            raise UsageError(f"translate needs an encoder-decoder {families}")
+        check_reads_text(model)
+        say_defaults(model, options.defaults)
+        self.opened, self.options, self.given = opened, options, given
+        self.tokenizer = needed(opened.tokenizer)
+        self.site = cross_site(model) if options.align else ""
+        source = getattr(model.config, "source", None)
+        self.longest = None if source is None else context(model.config.max_len, source)
+
+    def __call__(self, lines: list[str], places: list[str]) -> tuple[list[str], list[Result]]:
+        from regard.decode.generate import answers, translating
+
+        sources = [self.read(line, where) for line, where in zip(lines, places)]
+        results: Iterator[Result] = iter(())
+        if full := [ids for ids in sources if ids]:
+            cli.compare(self.opened, full[0])
+            model, options = self.opened.model, self.options
+            how = translating(model, full, self.given, options.defaults)
+            how |= {"rows": options.rows, "defaults": options.defaults}
+            results = (group[0] for group in answers(model, full, **how))
+        empty = Result([], [], 0.0, "eos", text="")
+        each = [next(results) if ids else empty for ids in sources]
+        texts = (
+            self.shown(line, result) if ids or self.options.json else ""
+            for line, ids, result in zip(lines, sources, each)
+        )
+        return list(texts), each
+
+    def read(self, line: str, where: str) -> list[int]:
+        """The ids of a line; none if it is empty."""
+        ids = self.tokenizer.encode(line) if line.strip() else []
+        if self.longest is not None and len(ids) > self.longest:
+            limit = f"the model's context is {self.longest}"
+            raise Fault(f"{where} has {len(ids)} tokens, {limit}; split the line", DATA)
+        return ids
+
+    def shown(self, line: str, result: Result) -> str:
+        from regard.see.look import align
+
+        pairs: list[tuple[int, int]] = []
+        if self.site:
+            pairs = align(self.opened.model, self.tokenizer, self.site, line, result)
+        if self.options.json:
+            return as_json(result, **({"align": [list(p) for p in pairs]} if self.site else {}))
+        text = re.sub(r"[\r\n]+", " ", result.text or "")
+        return text + "\t" + " ".join(f"{s}-{t}" for s, t in pairs) if self.site else text
 
 
 LONGEST = 1024  # tokens of an answer, where the context is longer
@@ -386,14 +400,11 @@ class ChatOptions:
 
 
 def chat(options: ChatOptions) -> int:
-    from regard.decode.defaults import check_given
     from regard.evaluate.model import check_reads_text
     from regard.text import needed, render_chat
     from regard.text.tokenizer import check_unicode
 
-    given = settings_in(options)
-    check_given(given)
-    given["defaults"] = options.defaults
+    given = settings_in(options) | {"defaults": options.defaults}
     check_unicode(options.system or "", "--system")
     opened = cli.open_model(options.model, options.machine)
     check_reads_text(opened.plain)

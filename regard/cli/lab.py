@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from typing import Any
 
-from regard.cli.shared import Files, FolderName, Name, Switch, print_rows
+from regard.cli.shared import Files, FolderName, Name, Switch, print_rows, say
 from regard.errors import UsageError
 
 
@@ -45,11 +44,11 @@ def run(options: Options) -> int:
         return print_rows(rows, as_json)
 
     def tell(event: dict[str, Any]) -> None:
-        text = event.get("text")
+        text = event.get("text", "")
         if event["kind"] == "evaluation":
             text = f"  step {event['step']}: loss {event['loss']:.4f}"
         if event["kind"] in ("case", "evaluation"):
-            print(text, file=sys.stderr, flush=True)
+            say(text)
 
     result = lab(name, given.pop("output_dir"), **given, callbacks=[tell])
     print(json.dumps(vars(result), default=str) if as_json else result.page)

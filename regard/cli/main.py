@@ -45,25 +45,33 @@ COMMANDS = {
     "explain": "a mechanism as formula, numbers and code; without a topic, the list of them",
     "doctor": "what this machine has and can do",
 }
-HELP = f"""Regard: train and run Transformers of every family, on this machine.
+# Commands that stand in the file of another: `fill` is `fill(FillOptions)` in that of `eval`.
+GUESTS = {
+    "answer": "eval",
+    "chat": "generate",
+    "classify": "eval",
+    "compare": "report",
+    "embed": "eval",
+    "fill": "eval",
+    "finetune": "train",
+    "lm-eval": "eval",
+    "merge": "convert",
+    "tokenizer": "data",
+    "translate": "generate",
+}
+HELP = """Regard: train and run Transformers of every family, on this machine.
 
   regard generate MODEL "Once upon a time"           answer a prompt, as the text is made
   regard translate MODEL lines.de > lines.en         one line in, one line out
   regard chat MODEL                                  talk with a model that has a chat template
 
 commands
-{chr(10).join(f"  {name:<10}  {text}" for name, text in COMMANDS.items())}
+{}
 
 MODEL is a Hugging Face folder: config.json, model.safetensors, tokenizer.json. Nothing is downloaded.
 Options of a command: regard generate --help.   Version: regard --version.
 Exit codes: 0 done, 1 failed while running, 2 wrong command line, 3 device or package missing, 4 model folder or data
 missing or broken, 5 a check that was asked for failed, 130 interrupted."""
-# The first word of each command, and its second where it has one.
-WORDS = dict(name.partition(" ")[::2] for name in COMMANDS)
-# Commands that stand in the file of another: `fill` is `fill(FillOptions)` there.
-HOSTS = {"convert": "merge", "data": "tokenizer", "eval": "answer classify embed fill lm-eval"}
-HOSTS |= {"generate": "chat translate", "report": "compare", "train": "finetune"}
-GUESTS = {name: file for file, names in HOSTS.items() for name in names.split()}
 FULL = "out of memory ({}); ask for fewer beams, samples or tokens, or try --dtype bf16 or --quantize int8"
 
 
@@ -151,28 +159,35 @@ class Screen:
         return getattr(self.stream, name)
 
 
+def first_words() -> dict[str, str]:
+    """The first word of each command, and its second where it has one."""
+    return dict(name.partition(" ")[::2] for name in COMMANDS)
+
+
 def command_of(name: str) -> tuple[Any, Any]:
-    """The class of a command's options, and the function that runs it."""
+    """The class of a command's options, and the function that runs it: `Options` and `run` of its file. `name` is the
+    command's first word."""
     file = importlib.import_module(f"regard.cli.{GUESTS.get(name, name)}")
-    own = ("Options", "run")
-    guest = (f"{name.title().replace('-', '')}Options", name.replace("-", "_"))
-    flags, function = guest if name in GUESTS else own
-    return getattr(file, flags), getattr(file, function)
+    if name not in GUESTS:
+        return file.Options, file.run
+    flags = f"{name.title().replace('-', '')}Options"
+    return getattr(file, flags), getattr(file, name.replace("-", "_"))
 
 
 def dispatch(arguments: list[str]) -> int:
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help", "help"):
-        print(HELP)
+        print(HELP.format("\n".join(f"  {name:<10}  {text}" for name, text in COMMANDS.items())))
         return 0
     if name in ("-V", "--version"):
         print("regard", VERSION)
         return 0
-    if name not in WORDS:
+    known = first_words()
+    if name not in known:
         what = "option" if name.startswith("-") else "command"
-        raise UsageError(f"there is no {what} {name!r}; {nearest(name, WORDS)}")
+        raise UsageError(f"there is no {what} {name!r}; {nearest(name, known)}")
     called = name
-    if word := WORDS[name]:
+    if word := known[name]:
         if rest[:1] in (["-h"], ["--help"]):
             rest = [word, "--help"]
         if rest[:1] != [word]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from regard.cli.shared import Folder, Switch, talk
+from regard.cli.shared import Folder, Switch, say, talk
 from regard.errors import CHECK, DATA, blaming
 from regard.see.format import aligned, strict
 
@@ -69,8 +68,8 @@ def run(options: Options) -> int:
     else:
         print(table(checks))
         for name, reason in left.items():
-            print(f"left out: {name}: {reason}", file=sys.stderr)
-        print(summary(checks), file=sys.stderr)
+            say(f"left out: {name}: {reason}")
+        say(summary(checks))
     return CHECK if verdict(checks) == "bug" else 0
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from regard.cli.shared import FolderName, Switch
+from regard.cli.shared import FolderName, Switch, say
 from regard.errors import UsageError
 from regard.see.format import aligned
 
@@ -88,7 +88,7 @@ def copy(options: Options, chosen: Recipe, to: Path) -> int:
     for config, data, _ in made:
         print(config, data, sep="\n")
     for i, command in enumerate(commands):
-        print(f"{'then' if i else 'next'}: {command}", file=sys.stderr)
+        say(f"{'then' if i else 'next'}: {command}")
     return 0
 
 
@@ -111,12 +111,12 @@ def train(options: Options, name: str, to: Path) -> int:
         changes = {"model.folder": str(Path(folder).resolve())} if folder and other else {}
         folder = f"{run}-smoke" if smoke else str(run)
         if not smoke and finished(run):
-            print(f"{run} is there, and done", file=sys.stderr)
+            say(f"{run} is there, and done")
             continue
         resume = not smoke and begun(run)
         source = str(run if resume else config)
         flags = Run(smoke=smoke, changes=changes)
-        print(f"regard train {'--resume ' if resume else ''}{source}", file=sys.stderr, flush=True)
+        say(f"regard train {'--resume ' if resume else ''}{source}")
         if code := start(TrainOptions(source, resume, flags)):
             return code
     return code
@@ -133,9 +133,9 @@ def written(name: str, place: Path, first: str | None) -> tuple[Path, Path, str]
     """A copy of a recipe: its config, its data, and what that is."""
     from regard.recipes import copy
 
-    print(f"making the data of {name}", file=sys.stderr, flush=True)
+    say(f"making the data of {name}")
     config, data, about = copy(name, place, None if first is None else Path(first))
-    print(about, file=sys.stderr)
+    say(about)
     return config, data, about
 
 

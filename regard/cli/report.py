@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +63,7 @@ def run(options: Options) -> int:
         return 0
     path = path or record.folder / "report.html"
     save(path, record.name, report(record, *look(record)))
-    print(summary(record).verdict, file=sys.stderr)
+    cli.say(summary(record).verdict)
     print(path)
     return 0
 
@@ -84,7 +83,7 @@ def compare(options: CompareOptions) -> int:
         print(table(runs))
     if path is not None:
         save(path, "Compared: " + ", ".join(labels(runs)), comparison(runs))
-        print(f"wrote {path}", file=sys.stderr)
+        cli.say(f"wrote {path}")
     return 0
 
 

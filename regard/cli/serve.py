@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from ipaddress import ip_address
@@ -97,7 +96,9 @@ def run(options: Options) -> int:
     more = {"start": list(named), "keys": keys, "memory": memory, "local": here}
     app = App({**named, **cli.pairs(o.also, "--also")}, options=how, limits=limits, **more)
     address = f"http://{o.host}:{sock.getsockname()[1]}"
-    say(f"{', '.join(app.workers)} at {address}/v1   Ctrl-C ends")
+    # Where the line cannot be written, the server goes on without.
+    with suppress(OSError):
+        cli.say(f"{', '.join(app.workers)} at {address}/v1   Ctrl-C ends")
     return serve(app, sock)
 
 
@@ -107,12 +108,6 @@ def loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def say(text: str) -> None:
-    """A line beside the log; where that cannot be written, the server goes on without."""
-    with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
 
 
 def folders(models: tuple[str, ...]) -> dict[str, str]:

@@ -3,17 +3,12 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import functools
-import inspect
-import re
-import textwrap
 import typing
 from collections.abc import Callable, Iterator
-from itertools import takewhile
 from typing import Annotated, Any
 
+from regard.cli.flags import meanings
 from regard.config import Range, alternatives, to_dict
 from regard.data.train_tokenizer import Recipe
 from regard.see.format import aligned
@@ -23,7 +18,6 @@ Named = Callable[[type], str]
 Row = tuple[str, str, str, str]  # name, type, default, meaning
 PLAIN = {int: "whole number", float: "number", bool: "true or false", str: "text"}
 PLAIN |= {type(None): "none", Any: "anything"}
-BESIDE = re.compile(r"  # (?!fmt: )(.*?)(?:  # fmt: skip)?$")
 MODEL = (
     ("model.preset", "text", "needed", "a model by name, with random weights: regard presets"),
     ("model.folder", "text", "instead", "a model folder to go on from"),
@@ -69,25 +63,6 @@ def sizes_of(config: Any) -> list[str]:
 
 
 # --- one setting ------------------------------------------------------------------------------------
-
-
-@functools.cache
-def meanings(cls: type) -> dict[str, str]:
-    """Of each field that the class itself declares: the comment beside it, or the lines of comment above it."""
-    try:
-        text = textwrap.dedent(inspect.getsource(cls))
-    except (OSError, TypeError):
-        return {}
-    lines, found = text.splitlines(), {}
-    (defined,) = ast.parse(text).body
-    for node in getattr(defined, "body", []):
-        if not isinstance(getattr(node, "target", None), ast.Name):
-            continue
-        beside = map(BESIDE.search, lines[node.lineno - 1 : node.end_lineno])
-        said = [match[1] for match in beside if match]
-        above = takewhile(re.compile(" *#").match, reversed(lines[: node.lineno - 1]))
-        found[node.target.id] = " ".join(said or [x.strip(" #") for x in reversed([*above])])
-    return found
 
 
 def meaning(cls: type, field: dataclasses.Field, hint: Any) -> str:

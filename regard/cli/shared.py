@@ -230,7 +230,7 @@ def open_model(folder: str, machine: Machine) -> Opened:
 def compare(opened: Opened, prompt: Any) -> None:
     """Say what quantization costs, on this prompt."""
     if change := opened.compare(prompt):
-        print(change, file=sys.stderr)
+        say(change)
 
 
 def check_new_folder(out: Path) -> None:
@@ -309,10 +309,21 @@ def line_blocks(path: str, rows: int) -> Iterator[tuple[list[str], int, str]]:
 # --- talk -----------------------------------------------------------------------------------------
 
 
+def say(text: str) -> None:
+    """A line on stderr, on a terminal or not."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def talk(text: str) -> None:
     """A line for people; files and pipes get none."""
     if sys.stderr.isatty():
-        print(dim(text), file=sys.stderr)
+        say(dim(text))
+
+
+def renew(text: str) -> None:
+    """A line for people that is written over by the next."""
+    if sys.stderr.isatty():
+        print(f"\r{dim(text) if text else ''}\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def dim(text: str) -> str:
@@ -321,12 +332,11 @@ def dim(text: str) -> str:
 
 
 class Rate:
-    """Tokens per second, on stderr if that is a terminal: while they come, unless text is written
-    to the same screen, and when all is done."""
+    """Tokens per second, for people: while they come, unless text is written to the same screen,
+    and when all is done."""
 
     def __init__(self, streaming: bool):
-        self.shown = sys.stderr.isatty()
-        self.live = self.shown and not (streaming and sys.stdout.isatty())
+        self.live = not (streaming and sys.stdout.isatty())
         self.begin = self.last = time.monotonic()
         self.tokens = 0
 
@@ -335,15 +345,16 @@ class Rate:
         now = time.monotonic()
         if self.live and now - self.last > 0.2:
             self.last = now
-            print(f"\r{self.text(more)}\x1b[K", end="", file=sys.stderr, flush=True)
+            renew(self.text(more))
 
     def text(self, more: str) -> str:
         seconds = max(time.monotonic() - self.begin, 1e-9)
-        return dim(f"{self.tokens} tokens, {self.tokens / seconds:.1f} tokens/s{more}")
+        return f"{self.tokens} tokens, {self.tokens / seconds:.1f} tokens/s{more}"
 
     def done(self, more: str) -> None:
-        if self.shown:
-            print(("\r\x1b[K" if self.live else "") + self.text(more), file=sys.stderr)
+        if self.live:
+            renew("")
+        talk(self.text(more))
 
 
 def print_rows(rows: list[dict[str, Any]], as_json: bool, right: tuple[int, ...] = ()) -> int:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Self
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from regard.cli.shared import Changes, Count, FolderName, Switch, values
+from regard.cli.shared import Changes, Count, FolderName, Switch, say, values
 from regard.errors import UsageError
 from regard.see.format import clip, clock, number, short, small, spark, visible
 
@@ -119,11 +119,6 @@ def _shown(options: Any, start: Callable[..., Any], *names: str) -> int:
             reload(result.folder / "last")
         print(result.last)
     return 0
-
-
-def say(text: str) -> None:
-    """Talk goes to stderr, on a terminal or not: plain lines."""
-    print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

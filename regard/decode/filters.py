@@ -12,20 +12,22 @@ the lowest id.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from regard.errors import UsageError
+
+# Each filter imports torch when it runs: the flags of a command are read off this table, and help waits for no torch.
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Filter:
-    """`keep(logits, value)`; the range of its value, and the value that keeps all. `fast`: where it has a form of its
-    own, "c" or "triton"."""
+    """`keep(logits, value)`, whose docstring is the help of its flag; the range of its value, and the value that keeps
+    all. `fast`: where it has a form of its own, "c" or "triton"."""
 
     keep: Callable[[Tensor, Tensor], Tensor]
     limits: tuple[float, float]
@@ -35,15 +37,19 @@ class Filter:
 
 def top_k(logits: Tensor, k: int | Tensor) -> Tensor:
     """Keep the k largest (0 keeps all)."""
+    import torch
+
     if isinstance(k, int) and k < 1:
         raise UsageError(f"top_k={k} would leave no token; give 1 or more")
     order = logits.argsort(dim=-1, descending=True, stable=True)
-    k = torch.where(k > 0, k, logits.shape[-1]) if isinstance(k, Tensor) else k
+    k = torch.where(k > 0, k, logits.shape[-1]) if isinstance(k, torch.Tensor) else k
     return _only(logits, order, torch.arange(logits.shape[-1], device=logits.device) < k)
 
 
 def top_p(logits: Tensor, p: float | Tensor) -> Tensor:
     """Keep the smallest set of most probable tokens whose mass is >= p, one at least (Holtzman et al. 2020)."""
+    import torch
+
     if isinstance(p, float | int) and not 0 <= p <= 1:
         raise UsageError(f"top_p={p} is no probability; give a number from 0 to 1")
     order = logits.argsort(dim=-1, descending=True, stable=True)
@@ -57,18 +63,22 @@ def top_p(logits: Tensor, p: float | Tensor) -> Tensor:
 def min_p(logits: Tensor, p: float | Tensor) -> Tensor:
     """Keep what is at least p times as probable as the most probable token."""
     probs = logits.softmax(-1)
-    return logits.masked_fill(probs < p * probs.amax(-1, keepdim=True), -torch.inf)
+    return logits.masked_fill(probs < p * probs.amax(-1, keepdim=True), -math.inf)
 
 
 def _before(probs: Tensor) -> Tensor:
     """The mass of the tokens in front of each."""
-    return F.pad(probs.cumsum(-1)[..., :-1], (1, 0))
+    from torch.nn.functional import pad
+
+    return pad(probs.cumsum(-1)[..., :-1], (1, 0))
 
 
 def _only(logits: Tensor, order: Tensor, keep: Tensor) -> Tensor:
     """`keep` speaks of ranks; `order` (... V) lists the ids by rank."""
+    import torch
+
     kept = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, keep.expand_as(order))
-    return logits.masked_fill(~kept, -torch.inf)
+    return logits.masked_fill(~kept, -math.inf)
 
 
 EVERYWHERE = frozenset({"c", "triton"})

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from regard.decode.filters import FILTERS
 from regard.errors import UsageError, nearest, notice
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EARLY = ("heuristic", "never", "first")
 OVERFLOW = ("error", "crop", "sinks")
@@ -65,49 +66,53 @@ class Settings:
     from one prompt."""
 
     max_new_tokens: int = _within(64, 1, 1_000_000)  # tokens of the answer at most
-    min_new_tokens: int = _within(0, 0, 1_000_000)  # no end before this many
+    min_new_tokens: int = _within(0, 0, 1_000_000)  # no end before this many tokens
     temperature: float = _within(0.0, 0.0, 100.0)  # 0: greedy; logits are divided by it
-    top_k: int = _filter("top_k")  # 0: all
-    top_p: float = _filter("top_p")  # the fewest tokens whose mass is at least this
+    top_k: int = _filter("top_k")  # draw from the K most probable tokens; 0: from all
+    top_p: float = _filter(
+        "top_p"
+    )  # draw from the most probable tokens that make up this probability
     min_p: float = _filter("min_p")  # least share of the most probable token's probability
     # (name, value) of filters that were added to FILTERS.
     filters: tuple[tuple[str, float], ...] = ()
-    # Above 1: tokens of the text so far become rarer.
+    # Above 1: tokens that occurred become less probable. The prompt counts.
     repetition_penalty: float = _within(1.0, 0.01, 100.0)
-    # Subtracted from logits of tokens that were said.
+    # Taken from the logit of each token that occurred. The prompt does not count.
     presence_penalty: float = _within(0.0, -100.0, 100.0)
-    frequency_penalty: float = _within(0.0, -100.0, 100.0)  # the same, once for each time
-    # Above 1: tokens of the source (of the prompt, where there is none) become more probable.
+    frequency_penalty: float = _within(0.0, -100.0, 100.0)  # the same for each time it occurred
+    # Above 1: tokens of the source, more probable. Where there is none: of the prompt.
     encoder_repetition_penalty: float = _within(1.0, 0.01, 100.0)
-    # No run of so many tokens is said twice; 0: any may be. A decoder's prompt counts.
+    # No run of N tokens twice. 0: any may be; a decoder's prompt counts.
     no_repeat_ngram_size: int = _within(0, 0, 1_000_000)
-    # No run of so many tokens is said that the source (the prompt, where there is none) has.
+    # No run of N tokens that the source has. Where there is none: the prompt.
     encoder_no_repeat_ngram_size: int = _within(0, 0, 1_000_000)
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (id, number to add) of tokens
-    # (ids, number to add to the last of them where the text ends with the others); -inf bans the sequence.
+    # Add BIAS to the logit of token ID. (id, bias) of each.
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    # The same of the last of several tokens, where it would follow the others. (ids, bias) of each; -inf bans them.
     sequence_bias: tuple[tuple[tuple[int, ...], float], ...] = ()
-    banned: tuple[int, ...] = ()  # ids that are never said
-    # Ids that do not come first; after a forced first token, not second.
+    banned: tuple[int, ...] = ()  # never this token
+    # Not as the first. After a forced first token: not as the second.
     begin_suppress_tokens: tuple[int, ...] = ()
-    eos: tuple[int, ...] = ()  # ids that end the text; none: the model's
-    forced_first: int | None = None  # the first token must be this
-    forced_last: int | None = None  # a text that reaches max_new_tokens must end with this
-    # (start, factor): after so many tokens end tokens become more probable, by factor ** tokens since.
+    # Tokens that end the text, instead of the folder's. None: the model's.
+    eos: tuple[int, ...] = ()
+    forced_first: int | None = None  # the first token
+    forced_last: int | None = None  # the last token of a text that reaches the limit
+    # After N tokens, ends become more probable by FACTOR ** tokens since. (N, FACTOR)
     exponential_decay_length_penalty: tuple[int, float] | None = None
     # Of the draws; they depend on (seed, request, position) alone.
     seed: int = _within(0, -(2**63), 2**63 - 1)
-    samples: int = _within(1, 1, 1024)  # answers drawn from one prompt
-    beams: int = _within(1, 1, 1024)  # 1: no beam search
-    # A finished beam's score is its log probability / length ** length_penalty.
+    samples: int = _within(1, 1, 1024)  # several answers to the prompt
+    beams: int = _within(1, 1, 1024)  # above 1: beam search
+    # A text scores log probability / length ** penalty.
     length_penalty: float = _within(1.0, -100.0, 100.0)
-    # When beam search may stop: by a bound (transformers' False), at the best bound (never), or with
-    # as many texts as beams (first, transformers' True).
+    # When beam search may stop: by a bound, at the best bound, or with as many texts as beams. heuristic, never, first;
+    # of these transformers calls the first False, the last True.
     early_stopping: str = "heuristic"
     n_best: int = _within(1, 1, 1024)  # texts of a beam search that are given back
-    # Beams are compared, and their log probabilities given, by what bias, bans and penalties leave.
+    # Compare beams by what bias, bans and penalties leave of the probabilities. Their log probabilities are of these.
     renormalize_logits: bool = False
     draft: int = _within(0, 0, 64)  # speculate this many tokens by the engine's draft model
-    # Speculate this many tokens by looking the last ones up in the text so far.
+    # Guess this many tokens at once by looking the last ones up in the text; changes no token.
     lookup: int = _within(0, 0, 64)
     # A text longer than the model's context: an error; or it goes on with its last tokens (crop), or with its first
     # four and its last ones (sinks; see regard/decode/plain.py).
