@@ -1,5 +1,5 @@
-"""regard data peek: the first batch of training data as the model will get it, for people or as JSON; and regard
-tokenizer train: learn a tokenizer from files."""
+"""regard data peek: a batch of training data as the model will get it, for people or as JSON; and
+regard tokenizer train: learn a tokenizer from files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from regard.data.train_tokenizer import Recipe
 
 SHADES = " .:-=+*#%@"
-# Characters of a file that are read at least, and rows of a batch that are printed at most.
+# Characters of a file that are read at least; rows of a batch that are printed at most.
 SAMPLE, ROWS = 1 << 18, 8
 
 
@@ -77,7 +77,7 @@ def run(options: Options) -> int:
         raise UsageError("name a data file")
     if options.batch < 0:
         raise UsageError(f"--batch is {options.batch}; give a number from 0")
-    # Nothing stays behind, however it is ended.
+    # SIGTERM, too, removes the temporary folder.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         with tempfile.TemporaryDirectory(prefix="regard-peek-") as folder:
@@ -110,7 +110,7 @@ def from_config(options: Options, folder: Path) -> Peek:
 
 
 def from_files(options: Options, folder: Path) -> Peek:
-    """A batch of what stands first in the files; the rest is not read."""
+    """A batch from the beginning of the files; the rest is not read."""
     from regard.data.config import ROWED, Data, load
     from regard.data.corrupt import Corrupted
     from regard.data.tokens import Coder
@@ -123,23 +123,22 @@ def from_files(options: Options, folder: Path) -> Peek:
     task = task_of(options, reading) if options.task == "auto" else options.task
     if task != "image":
         if options.tokenizer is None:
-            raise UsageError(
-                "text needs a tokenizer: --tokenizer FOLDER (a model, a run, or what regard tokenizer train wrote); or "
-                "give a config: regard data peek CONFIG.toml"
-            )
+            how = "--tokenizer FOLDER (a model, a run, or what regard tokenizer train wrote)"
+            config = "give a config: regard data peek CONFIG.toml"
+            raise UsageError(f"text needs a tokenizer: {how}; or {config}")
         home = Path(options.tokenizer)
         alone = home / "tokenizer"
         home = alone if (alone / "tokenizer.json").is_file() else resolve_model(home)
         coder = Coder(needed(Tokenizer.from_folder(home)))
     row, pack = TASKS[task], options.pack
-    # Rows that are repaired whole are not shared.
+    # spans and infill corrupt whole rows, which documents cannot share.
     pack = "stream" if row.reads in ROWED and not row.packed and pack == "documents" else pack
     packed = row.reads in ROWED and pack != "none"
     asked: dict[str, Any] = {n: getattr(options, n) for n in ("target", "tokens")} | {"pack": pack}
     asked["overlong"] = options.overlong or ("split" if packed and pack == "documents" else "error")
     asked["length"] = 128 if options.length is None and packed else options.length
     asked["rows"] = 4 if options.rows is None and options.tokens is None else options.rows
-    # Characters of so many batches, and some more that they are shuffled with; pictures of a class.
+    # Enough characters for these batches and for shuffling; of pictures, how many of each class.
     wanted = (options.tokens or asked["rows"] * (asked["length"] or 128)) * (options.batch + 1)
     sample = max(32 * wanted, SAMPLE) if coder else (asked["rows"] or 1) * (options.batch + 1)
     data = Data(options.files, **asked, **reading)
@@ -169,27 +168,27 @@ def task_of(options: Options, reading: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def in_flags() -> Iterator[None]:
-    """What is told of settings, told of the flags that have their names."""
+    """Reword mistakes and notices about settings: they name the flags instead."""
     names = "|".join(
         f.name for f in (*fields(Options), *fields(Reading), *fields(TokenizerOptions))
     )
 
-    def flagged(text: str) -> str:
+    def reworded(text: str) -> str:
         text = re.sub(
             rf"\b(?:data\.)?({names}) = ", lambda found: f"--{found[1].replace('_', '-')} ", text
         )
         return text.replace("--header false", "--header False")
 
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", Notice)
         try:
             yield
         except UsageError as error:
-            error.args = (flagged(str(error)),)
+            error.args = (reworded(str(error)),)
             raise
-    for each in told:
+    for each in caught:
         if issubclass(each.category, Notice):
-            notice(flagged(str(each.message)))
+            notice(reworded(str(each.message)))
 
 
 class Peek:
@@ -327,7 +326,7 @@ def columns(table: dict[str, list[str]], borders: list[int], width: int) -> list
 
 
 def histogram(lengths: Any) -> list[tuple[int, int]]:
-    """(2^k, how many are at most that, and more than half of it), from the shortest to the longest."""
+    """(2^k, how many are at most that, and more than half), the shortest first."""
     powers = [(int(n) - 1).bit_length() for n in lengths if n > 0]
     return (
         [(1 << k, powers.count(k)) for k in range(min(powers), max(powers) + 1)] if powers else []
@@ -414,7 +413,7 @@ def tokenizer(options: TokenizerOptions) -> int:
 
 
 def learn(folder: Path, source: Source, roles: list[str], wanted: list[str], recipe: Recipe) -> str:
-    """Write a tokenizer that is learned from the texts of some roles; what was made."""
+    """Write a tokenizer learned from the texts of the `wanted` roles; describe it."""
     from regard.data.read import DataError, LongText, records
     from regard.data.tokens import shown
     from regard.data.train_tokenizer import train_tokenizer, write_files

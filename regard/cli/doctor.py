@@ -81,11 +81,11 @@ def run(options: Options) -> int:
     return 0
 
 
-# --- what there is --------------------------------------------------------------------------------
+# --- the machine ----------------------------------------------------------------------------------
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """A line for each thing, by name."""
+    """A line about each thing, by its name."""
     import torch
 
     from regard.kernels.c import native
@@ -109,7 +109,8 @@ def machine(device: torch.device) -> dict[str, str]:
         "memory": f"{size(free_memory(device))} free on {device.type}",
         "threads": f"{torch.get_num_threads()} of {os.cpu_count()} processors",
         "attention": attention_line(device.type),
-        "bf16": f"products at {number(bf16)}FLOP/s, {number(fp32)}FLOP/s in fp32: {faster(bf16, fp32)}",
+        "bf16": f"products at {number(bf16)}FLOP/s, {number(fp32)}FLOP/s in fp32: "
+        + faster(bf16, fp32),
         "native": f"none: {native.why()}" if native.why() else f"compiled for {native.form()}",
         "disk": f"{size(free_disk(Path.cwd()))} free here",
         "terminal": terminal if sys.stdout.isatty() else "none: plain lines",
@@ -129,8 +130,8 @@ def faster(bf16: float, fp32: float) -> str:
 
 
 def attention_line(device: str) -> str:
-    """Which attentions torch runs fused while training, in heads of 64: torch is asked. The others
-    need memory for their weights."""
+    """Which kinds of attention torch runs fused in training, for heads of 64; the others need memory
+    for their weights."""
     import torch
 
     kernels, dtype = [], torch.bfloat16 if device == "cuda" else torch.float32
@@ -157,14 +158,14 @@ def network_line() -> str:
     return f"offline by {', '.join(flags)}" if flags else "used by data of format hub alone"
 
 
-# --- self-tests: device -> what is to be said -----------------------------------------------------
+# --- self-tests: of a device; they give a remark --------------------------------------------------
 
 
 def tried(test: Callable[[torch.device], str], device: torch.device) -> tuple[bool, str]:
-    """Whether a test passes, and what it said or died of."""
+    """Whether a test passes, and its remark or its error."""
     try:
         return True, test(device)
-    # Whatever is broken here is what we are looking for.
+    # Whatever is broken here is what we look for.
     except Exception as error:
         return False, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".rstrip(": ")
 

@@ -1,5 +1,5 @@
-"""A trained model asked: regard eval for metrics, classify for labels of lines or pictures, embed for vectors of
-lines, fill for the tokens behind masks, answer for the piece of a text that answers a question."""
+"""Ask a trained model: regard eval for metrics, classify for labels of lines or pictures, embed for
+vectors of lines, fill for the tokens behind masks, answer for the answer to a question in a text."""
 
 from __future__ import annotations
 

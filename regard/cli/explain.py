@@ -13,7 +13,7 @@ from regard.cli.shared import Switch, output_file
 from regard.errors import UsageError
 
 
-def told(text: str, metavar: str = "N ...") -> Any:
+def flag(text: str, metavar: str = "N ...") -> Any:
     return arg(metavar=metavar, help=text, help_behavior_hint="")
 
 
@@ -29,15 +29,15 @@ class Question:
     regard explain transformer --output transformer.png       the picture of a topic
     """
 
-    topic: Annotated[Positional[str | None], told("what to explain", "[TOPIC]")] = None
-    numbers: Annotated[Positional[tuple[str, ...]], told("for its first option", "[N ...]")] = ()
-    output: Annotated[str | None, told("draw its numbers: .png, .svg or .pdf", "FILE")] = None
+    topic: Annotated[Positional[str | None], flag("what to explain", "[TOPIC]")] = None
+    numbers: Annotated[Positional[tuple[str, ...]], flag("for its first option", "[N ...]")] = ()
+    output: Annotated[str | None, flag("draw its numbers: .png, .svg or .pdf", "FILE")] = None
     json: Annotated[Switch, arg(help="one JSON object")] = False
 
 
 def _flags() -> list[tuple[str, Any, None]]:
-    """An option for each input of a topic, and which topics take it; read from their source, as
-    importing them would import torch, for which help need not wait."""
+    """An option for each input of a topic, and which topics take it. They are read from the source:
+    importing it would import torch, and help does not wait for that."""
     takers: dict[str, list[str]] = {}
     source = Path(__file__).parents[1] / "learn" / "mechanisms.py"
     for node in ast.parse(source.read_text(encoding="utf-8")).body:
@@ -46,7 +46,7 @@ def _flags() -> list[tuple[str, Any, None]]:
             for each in node.args.args:
                 takers.setdefault(each.arg, []).append(node.name.strip("_").replace("_", "-"))
     kind = tuple[str, ...] | None
-    return [(n, Annotated[kind, told(f"for {', '.join(t)}")], None) for n, t in takers.items()]
+    return [(n, Annotated[kind, flag(f"for {', '.join(t)}")], None) for n, t in takers.items()]
 
 
 Options = make_dataclass("Options", _flags(), bases=(Question,), frozen=True)
@@ -63,12 +63,12 @@ def run(options: Question) -> int:
             raise UsageError("say which topic: regard explain TOPIC; regard explain lists them")
         print(listed(options.json))
         return 0
-    said = explained(options.topic, options.numbers, given, as_json=options.json)
+    text = explained(options.topic, options.numbers, given, as_json=options.json)
     if options.output:
         from regard.learn.picture import drawn
         from regard.see.plots import FORMATS, save
 
         path = output_file(options.output, tuple(FORMATS), ".png, .svg or .pdf")
         save(drawn(*called(options.topic, options.numbers, given)), path)
-    print(said)
+    print(text)
     return 0

@@ -1,7 +1,8 @@
-"""regard generate: one prompt in; its answer, or its answers, out. regard translate: lines. regard chat: turns.
+"""regard generate: one prompt in, its answer or answers out; regard translate: line by line; regard
+chat: turn by turn.
 
-Settings of decoding have the names of regard.decode.settings.Settings, which checks their values. What is not given is
-as the model's folder says, and else Settings' default.
+Flags that set settings of decoding have their names; `Settings` checks the values. What is not given
+is as the model's folder says, else the setting's default.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import Positional, arg
 
 from regard.cli import shared as cli
-from regard.cli.flags import Early, added_filters, setting_flags
+from regard.cli.flags import Early, setting_flags
 from regard.cli.main import tell
+from regard.decode.filters import FILTERS
 from regard.decode.settings import DEFAULTS, Result
 from regard.errors import DATA, Fault, UsageError, blaming
 
@@ -178,14 +180,15 @@ def as_ids(opened: Opened, prompt: Any) -> Any:
 
 
 def check_not_a_file(prompt: str, model: str) -> None:
-    """A prompt that is the name of a file was hardly meant as text."""
+    """A prompt that names a file was hardly meant as text."""
     from regard.data.read import SUFFIXES
 
     if not os.path.isfile(prompt):
         return
     if Path(prompt).suffix.lower() in SUFFIXES:
         raise UsageError(
-            f"{prompt} is a picture, and {model} reads text; the name itself as a prompt comes from stdin: "
+            f"{prompt} is a picture, and {model} reads text; "
+            "the name itself as a prompt comes from stdin: "
             f"echo {shlex.quote(prompt)} | regard generate {shlex.quote(model)}"
         )
     how = f"regard generate {shlex.quote(model)} < {shlex.quote(prompt)} reads the file"
@@ -193,12 +196,12 @@ def check_not_a_file(prompt: str, model: str) -> None:
 
 
 def settings_in(options: Any) -> dict[str, Any]:
-    """The options that are settings of decoding, checked before a model is read. What was not given is left to the
-    model's folder or the default."""
+    """The options that are settings of decoding, checked before a model is read. What was not given is
+    left out."""
     from regard.decode.defaults import check_given
 
     flat = cli.values(options)
-    known = {*DEFAULTS, *added_filters()}
+    known = {*DEFAULTS, *FILTERS}
     given = {n: x for n, x in flat.items() if n in known and x is not None and x != ()}
     for name, many in (("logit_bias", False), ("sequence_bias", True)):
         if texts := given.pop(name, ()):
@@ -224,7 +227,7 @@ def bias(text: str, flag: str, many: bool) -> tuple[Any, float]:
 
 
 def say_defaults(model: Any, defaults: str) -> None:
-    """Tell people which settings the model's folder names."""
+    """Name the settings that come from the model's folder."""
     from regard.decode.defaults import described
 
     if defaults == "model" and (line := described(model)):
@@ -232,13 +235,12 @@ def say_defaults(model: Any, defaults: str) -> None:
 
 
 def write(pieces: Generator[str, None, Result], rate: cli.Rate, written: list[str]) -> Result:
-    """Write an answer to stdout while it is made; `written` gets it too, should it be
-    interrupted."""
+    """Write an answer to stdout while it is made, and into `written`, in case it is interrupted."""
     while True:
         try:
             piece = next(pieces)
         except StopIteration as end:
-            # The last piece may be the rest of others.
+            # A piece may hold several tokens.
             rate.tokens = len(end.value.ids)
             return end.value
         rate.add(1)
@@ -296,13 +298,13 @@ def translate(options: TranslateOptions) -> int:
     opened = cli.open_model(options.model, options.machine)
     translated = Translator(opened, options, given)
     done, rate = 0, cli.Rate(streaming=False)
-    # A sentence for each line that ended with an error.
+    # A sentence about each line that could not be translated.
     failed: list[str] = []
     block = options.block or (1 if cli.is_typed(options.file) else 512)
     for lines, before, name in cli.line_blocks(options.file, block):
         done, tokens = before + len(lines), 0
         places = [f"line {number} of {name}" for number in range(before + 1, done + 1)]
-        for text, result, where in zip(*translated(lines, places), places):
+        for (text, result), where in zip(translated(lines, places), places):
             if result.finish == "error":
                 failed.append(f"{where} was not translated: {result.error}")
             tokens += len(result.ids)
@@ -322,7 +324,7 @@ class Translator:
     def __init__(self, opened: Opened, options: TranslateOptions, given: dict[str, Any]):
         from regard.evaluate.model import check_reads_text
         from regard.models.embedding import context
-        from regard.see.look import cross_site
+        from regard.see.align import cross_site
         from regard.text import needed
 
         model: Any = opened.plain
@@ -337,7 +339,7 @@ class Translator:
         source = getattr(model.config, "source", None)
         self.longest = None if source is None else context(model.config.max_len, source)
 
-    def __call__(self, lines: list[str], places: list[str]) -> tuple[list[str], list[Result]]:
+    def __call__(self, lines: list[str], places: list[str]) -> Iterator[tuple[str, Result]]:
         from regard.decode.generate import answers, translating
 
         sources = [self.read(line, where) for line, where in zip(lines, places)]
@@ -348,13 +350,9 @@ class Translator:
             how = translating(model, full, self.given, options.defaults)
             how |= {"rows": options.rows, "defaults": options.defaults}
             results = (group[0] for group in answers(model, full, **how))
-        empty = Result([], [], 0.0, "eos", text="")
-        each = [next(results) if ids else empty for ids in sources]
-        texts = (
-            self.shown(line, result) if ids or self.options.json else ""
-            for line, ids, result in zip(lines, sources, each)
-        )
-        return list(texts), each
+        for line, ids in zip(lines, sources):
+            result = next(results) if ids else Result([], [], 0.0, "eos", text="")
+            yield self.shown(line, result) if ids or self.options.json else "", result
 
     def read(self, line: str, where: str) -> list[int]:
         """The ids of a line; none if it is empty."""
@@ -365,7 +363,7 @@ class Translator:
         return ids
 
     def shown(self, line: str, result: Result) -> str:
-        from regard.see.look import align
+        from regard.see.align import align
 
         pairs: list[tuple[int, int]] = []
         if self.site:
@@ -413,7 +411,7 @@ def chat(options: ChatOptions) -> int:
     with blaming(DATA):
         render_chat(needed(opened.tokenizer), [*begin, {"role": "user", "content": "?"}])
     messages = begin
-    for line in said():
+    for line in typed_lines():
         text = line.strip()
         if text == "/quit":
             break
@@ -431,8 +429,8 @@ def chat(options: ChatOptions) -> int:
     return 0
 
 
-def said() -> Iterator[str]:
-    """What the user says, line by line, until Ctrl-D."""
+def typed_lines() -> Iterator[str]:
+    """What the user types, line by line, until Ctrl-D."""
     from regard.data.read import lines_of
 
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
@@ -441,7 +439,7 @@ def said() -> Iterator[str]:
     with contextlib.suppress(ImportError):
         # input() then has a history and can be edited.
         import readline  # noqa: F401
-    # What is not UTF-8 is then told as a mistake in the message.
+    # Bytes that are not UTF-8 are then refused as a mistake in the message.
     sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
     with contextlib.suppress(EOFError):
         while True:
@@ -452,7 +450,7 @@ def said() -> Iterator[str]:
 def answer(
     opened: Opened, messages: list[dict[str, str]], stop: tuple[str, ...], given: dict[str, Any]
 ) -> str:
-    """Write the answer to the last message; one that is interrupted stays, as far as it came."""
+    """Write the answer to the last message. An interrupted one stays, as far as it came."""
     from regard.decode.defaults import folder_settings
     from regard.decode.generate import stream
     from regard.text import encode_chat, needed

@@ -83,8 +83,8 @@ def run(options: Options) -> int:
 
 
 def titles(folders: Sequence[str]) -> list[str]:
-    """A name for each model: its folder's, with the run's where that is best, last or a step; else
-    the path."""
+    """A name for each model: its folder's, after the run's for best, last or a step; the paths where
+    names repeat."""
     names = []
     for folder in folders:
         *above, last = (p for p in Path(os.path.abspath(folder)).parts if p != "checkpoints")

@@ -1,5 +1,4 @@
-"""The command `regard`: finds the subcommand, and turns what goes wrong into one line and an exit
-code.
+"""The command `regard`: finds the subcommand, and turns errors into one line and an exit code.
 
 Nothing heavy is imported here: `regard --help` needs neither torch nor tyro. Text goes to stdout,
 talk to stderr.
@@ -46,19 +45,15 @@ COMMANDS = {
     "doctor": "what this machine has and can do",
 }
 # Commands that stand in the file of another: `fill` is `fill(FillOptions)` in that of `eval`.
-GUESTS = {
-    "answer": "eval",
-    "chat": "generate",
-    "classify": "eval",
-    "compare": "report",
-    "embed": "eval",
-    "fill": "eval",
-    "finetune": "train",
-    "lm-eval": "eval",
-    "merge": "convert",
-    "tokenizer": "data",
-    "translate": "generate",
+HOSTS = {
+    "convert": ("merge",),
+    "data": ("tokenizer",),
+    "eval": ("answer", "classify", "embed", "fill", "lm-eval"),
+    "generate": ("chat", "translate"),
+    "report": ("compare",),
+    "train": ("finetune",),
 }
+GUESTS = {guest: host for host, guests in HOSTS.items() for guest in guests}
 HELP = """Regard: train and run Transformers of every family, on this machine.
 
   regard generate MODEL "Once upon a time"           answer a prompt, as the text is made
@@ -72,7 +67,8 @@ MODEL is a Hugging Face folder: config.json, model.safetensors, tokenizer.json. 
 Options of a command: regard generate --help.   Version: regard --version.
 Exit codes: 0 done, 1 failed while running, 2 wrong command line, 3 device or package missing, 4 model folder or data
 missing or broken, 5 a check that was asked for failed, 130 interrupted."""
-FULL = "out of memory ({}); ask for fewer beams, samples or tokens, or try --dtype bf16 or --quantize int8"
+FULL = "out of memory ({}); ask for fewer beams, samples or tokens, or try "
+FULL += "--dtype bf16 or --quantize int8"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -80,7 +76,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         open_streams()
         with warnings.catch_warnings():
-            if not sys.warnoptions:  # what libraries tell programmers is nothing to users
+            # Warnings of libraries are for programmers.
+            if not sys.warnoptions:
                 warnings.simplefilter("ignore")
                 warnings.simplefilter("default", Notice)
                 warnings.showwarning = lambda text, *_, **__: tell("note", str(text))
@@ -96,12 +93,14 @@ def main(arguments: list[str] | None = None) -> int:
         return fail(f"the package {package} is missing; pip install {package}", ENVIRONMENT)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader has gone
+    # The reader has gone.
+    except BrokenPipeError:
         return give_up(141)
-    except OSError as error:  # a full disk, say
+    # A full disk, say.
+    except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         code = fail(f"{where}{error.strerror or error}", RUN)
-        # Without a name it was what is printed.
+        # Without a file name it was stdout.
         return code if where else give_up(code)
     except (MemoryError, RuntimeError) as error:
         text = (str(error) or "no memory left").partition("\n")[0]
@@ -113,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def tell(kind: str, text: str) -> None:
-    """A note or an error, in one line on stderr, by the first of several processes alone."""
+    """A note or an error, one line on stderr; of several processes the first alone speaks."""
     if os.environ.get("RANK", "0") == "0":
         text = " ".join(text.splitlines()).encode("utf-8", "backslashreplace").decode("utf-8")
         print(f"{kind}:", visible(text), file=sys.stderr)
@@ -125,20 +124,23 @@ def fail(text: str, code: int) -> int:
 
 
 def give_up(code: int) -> int:
-    """Drop what is not written yet: Python would try it again at exit, and complain."""
+    """Drop what is not written yet: Python would try again at exit, and complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
 
 def open_streams() -> None:
-    """A stream that the caller has closed: stdin is empty then, stderr silent, and without stdout
+    """Replace streams that the caller closed: stdin is then empty and stderr silent; without stdout
     nothing is done."""
     closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
-    for name in closed:  # also so that no other file gets its number
+    # Also, no other file then gets their numbers.
+    for name in closed:
         mode = "r" if name == "stdin" else "w"
         setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
-    for stream in (sys.stdout, sys.stderr):  # UTF-8 whatever the locale says, for odd names too
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # type: ignore[union-attr]
+    # UTF-8 whatever the locale says, for odd names too.
+    how: Any = {"encoding": "utf-8", "errors": "backslashreplace", "newline": "\n"}
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(**how)  # type: ignore[union-attr]
     if sys.stdout.isatty():
         sys.stdout = Screen(sys.stdout)
     if "stdout" in closed:
@@ -146,8 +148,7 @@ def open_streams() -> None:
 
 
 class Screen:
-    """A terminal for text from models and files: it can be read, but cannot move the cursor or set
-    a title."""
+    """A terminal for text from models and files, which cannot move its cursor or set its title."""
 
     def __init__(self, stream: Any):
         self.stream = stream
@@ -165,8 +166,8 @@ def first_words() -> dict[str, str]:
 
 
 def command_of(name: str) -> tuple[Any, Any]:
-    """The class of a command's options, and the function that runs it: `Options` and `run` of its file. `name` is the
-    command's first word."""
+    """The class of a command's options and the function that runs it: `Options` and `run` of its
+    file. `name` is its first word."""
     file = importlib.import_module(f"regard.cli.{GUESTS.get(name, name)}")
     if name not in GUESTS:
         return file.Options, file.run
@@ -198,7 +199,7 @@ def dispatch(arguments: list[str]) -> int:
     # A command's file has its flags on top; it imports torch only to run.
     flags, run = command_of(name)
     options = parse(flags, called, rest)
-    # None: help was asked for.
+    # Help was asked for, and printed.
     if options is None:
         return 0
     if not word:

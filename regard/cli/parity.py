@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from regard.see.format import aligned, strict
 
 if TYPE_CHECKING:
     from regard.models import Model
-    from regard.parity import Check, Given, Trace
+    from regard.parity import Check
 
 SCHEMA = 1
 HEAD = ("check", "verdict", "difference", "error", "where the error is largest")
@@ -42,7 +43,7 @@ def run(options: Options) -> int:
     from regard.checkpoint import load
     from regard.decode.graphs import why_plain
     from regard.files import resolve_model
-    from regard.parity import check_weights, parity, sample
+    from regard.parity import check_weights, parity, record, sample
 
     with blaming(DATA):
         folder = resolve_model(options.model)
@@ -51,29 +52,35 @@ def run(options: Options) -> int:
     given = sample(model, rows=options.rows, tokens=options.tokens, seed=options.seed)
     talk(f"{options.rows} random rows, each run held against float64")
     more: dict[str, Any] = {}
-    left = {}
+    left_out = {}
     try:
-        theirs = by_peer(peer(folder, model), model, given)
-        more["transformers"] = lambda _: theirs
+        with peers_faults("read these rows"):
+            trace = record(open_peer(folder, model), model, given)
+        more["transformers"] = lambda _: trace
     except LookupError as why:
-        left["ours against transformers"] = str(why.args[0])
+        left_out["ours against transformers"] = str(why.args[0])
     if not torch.cuda.is_available():
-        left["GPU against CPU"] = "torch finds no cuda device"
+        left_out["GPU against CPU"] = "torch finds no cuda device"
     if model.decodes and (reason := why_plain(model, anywhere=True)):
-        left["graph against plain"] = reason
+        left_out["graph against plain"] = reason
     checks = parity(model, given, more=more)
     if options.json:
-        head = {"schema": SCHEMA, "model": options.model, "verdict": verdict(checks)}
-        print(json.dumps(strict({**head, "checks": [asdict(c) for c in checks], "left_out": left})))
+        facts: dict[str, Any] = {
+            "schema": SCHEMA,
+            "model": options.model,
+            "verdict": verdict(checks),
+        }
+        facts |= {"checks": [asdict(c) for c in checks], "left_out": left_out}
+        print(json.dumps(strict(facts)))
     else:
         print(table(checks))
-        for name, reason in left.items():
+        for name, reason in left_out.items():
             say(f"left out: {name}: {reason}")
         say(summary(checks))
     return CHECK if verdict(checks) == "bug" else 0
 
 
-def peer(folder: Path, model: Model) -> Any:
+def open_peer(folder: Path, model: Model) -> Any:
     """The same folder in transformers; a LookupError says why not."""
     import torch
 
@@ -91,31 +98,25 @@ def peer(folder: Path, model: Model) -> Any:
         raise LookupError(f"it has no model of the kind {kind or model.config.kind}")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    with peers_faults("load this folder"):
+        peer = peer_class.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    return peer.eval()
+
+
+@contextlib.contextmanager
+def peers_faults(what: str) -> Iterator[None]:
+    """Whatever transformers raises is a LookupError that says what it could not do, as ours are."""
     try:
-        theirs = peer_class.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    # Whatever it is, it is theirs.
+        yield
     except Exception as error:
+        if type(error) is LookupError:
+            raise
         first = (str(error) or type(error).__name__).splitlines()[0]
-        raise LookupError(f"it cannot load this folder: {first:.160}") from None
-    return theirs.eval()
-
-
-def by_peer(theirs: Any, model: Model, given: Given) -> Trace:
-    """What transformers makes of the same rows; a LookupError says why nothing."""
-    from regard.parity import record
-
-    try:
-        return record(theirs, model, given)
-    except LookupError:
-        raise
-    # Whatever it is, it is theirs.
-    except Exception as error:
-        first = (str(error) or type(error).__name__).splitlines()[0]
-        raise LookupError(f"it cannot read these rows: {first:.160}") from None
+        raise LookupError(f"it cannot {what}: {first:.160}") from None
 
 
 def verdict(checks: Sequence[Check]) -> str:
-    """The worst of all."""
+    """The worst verdict of all checks."""
     return max((c.verdict for c in checks), key=("equal", "rounding", "tie", "bug").index)
 
 
@@ -132,14 +133,14 @@ def summary(checks: Sequence[Check]) -> str:
     first = next(c for c in checks if c.verdict == worst)
     if worst == "bug":
         return (
-            f"bug: the {first.run} run leaves what rounding can do at {first.where} (row {first.row}, token "
-            f"{first.position}), by {first.worst:.3g} times; {[c.verdict for c in checks].count('bug')} of "
-            f"{len(checks)} checks see a bug"
+            f"bug: the {first.run} run leaves what rounding can do at {first.where} "
+            f"(row {first.row}, token {first.position}), by {first.worst:.3g} times; "
+            f"{[c.verdict for c in checks].count('bug')} of {len(checks)} checks see a bug"
         )
     if worst == "tie":
         return (
-            f"no bug, but a tie: in {first.where} the indexer scores several keys the same (ReLU gives exact "
-            f"zeros), we take the earliest of them, the {first.run} run took others, and neither is wrong; "
-            f"every other tensor of every run {near}"
+            f"no bug, but a tie: in {first.where} the indexer scores several keys the same "
+            f"(ReLU gives exact zeros), we take the earliest of them, the {first.run} run took "
+            f"others, and neither is wrong; every other tensor of every run {near}"
         )
     return f"no bug: every tensor of every run {near}"

@@ -51,7 +51,7 @@ def run(options: Options) -> int:
         listed = [recipe(name) for name in NAMES]
         rows = ((r.name, r.size, r.time, r.first or "-", r.what) for r in listed)
         table = aligned([("recipe", "parameters", "two cores", "after", "what"), *rows])
-        print(json.dumps([facts(r) for r in listed]) if options.json else table)
+        print(json.dumps([described(r) for r in listed]) if options.json else table)
         return 0
     if name is None:
         names = ", ".join(NAMES)
@@ -60,7 +60,7 @@ def run(options: Options) -> int:
     if action == "show":
         if options.to is not None:
             raise UsageError("show takes one recipe; to write it somewhere: regard recipes copy")
-        whole = json.dumps({**facts(chosen), "text": chosen.text}) + "\n"
+        whole = json.dumps({**described(chosen), "text": chosen.text}) + "\n"
         sys.stdout.write(whole if options.json else chosen.text)
         return 0
     if options.first is not None and not chosen.first:
@@ -72,7 +72,7 @@ def run(options: Options) -> int:
 
 
 def copy(options: Options, chosen: Recipe, to: Path) -> int:
-    """Write the config and make its data; and those of recipes that come first, which are not there."""
+    """Write the config and its data, and those of earlier recipes that are not there yet."""
     from regard.recipes import stages
 
     *before, last = stages(chosen.name, to)
@@ -81,9 +81,9 @@ def copy(options: Options, chosen: Recipe, to: Path) -> int:
     commands = [f"regard train {config}" for config, _, _ in made]
     if options.json:
         config, data, about = made[-1]
-        told: dict[str, Any] = {"config": str(config), "data": str(data), "made": about}
-        told |= {"first": chosen.first or None, "before": commands[:-1], "next": commands[-1]}
-        print(json.dumps(told))
+        facts: dict[str, Any] = {"config": str(config), "data": str(data), "made": about}
+        facts |= {"first": chosen.first or None, "before": commands[:-1], "next": commands[-1]}
+        print(json.dumps(facts))
         return 0
     for config, data, _ in made:
         print(config, data, sep="\n")
@@ -93,7 +93,7 @@ def copy(options: Options, chosen: Recipe, to: Path) -> int:
 
 
 def train(options: Options, name: str, to: Path) -> int:
-    """Train a recipe after those that come first, each where its run is not there yet."""
+    """Train a recipe, and before it those that it goes on from, unless their runs are there."""
     from regard.cli.train import Options as TrainOptions
     from regard.cli.train import Run
     from regard.cli.train import run as start
@@ -123,14 +123,14 @@ def train(options: Options, name: str, to: Path) -> int:
 
 
 def there(place: Path) -> bool:
-    """Whether a recipe was copied to this place, or its run begun."""
+    """Whether a recipe was copied to this place, or its run has begun."""
     from regard.train.run import begun
 
     return place.with_name(f"{place.name}.toml").exists() or begun(Path("runs", place.name))
 
 
 def written(name: str, place: Path, first: str | None) -> tuple[Path, Path, str]:
-    """A copy of a recipe: its config, its data, and what that is."""
+    """Copy a recipe; its config, its data, and a sentence about the data."""
     from regard.recipes import copy
 
     say(f"making the data of {name}")
@@ -139,7 +139,7 @@ def written(name: str, place: Path, first: str | None) -> tuple[Path, Path, str]
     return config, data, about
 
 
-def facts(chosen: Recipe) -> dict[str, Any]:
+def described(chosen: Recipe) -> dict[str, Any]:
     """What is known about a recipe."""
     names = ("name", "what", "size", "time", "data")
     return {name: getattr(chosen, name) for name in names} | {"first": chosen.first or None}

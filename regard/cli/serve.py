@@ -103,7 +103,7 @@ def run(options: Options) -> int:
 
 
 def loopback(host: str) -> bool:
-    """Whether an address is of this machine alone."""
+    """Whether only this machine can reach the address."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -111,7 +111,7 @@ def loopback(host: str) -> bool:
 
 
 def folders(models: tuple[str, ...]) -> dict[str, str]:
-    """Names and folders: of a folder alone, its own name."""
+    """Folders by name; a folder without one has its own."""
     table: dict[str, str] = {}
     for text in models:
         name, equals, folder = text.partition("=")

@@ -1,5 +1,5 @@
-"""Every setting with its type, default and meaning, read from the dataclasses themselves: for `regard train
---help-all` and the reference pages of the docs. The comment beside a field, or above it, is its meaning."""
+"""Every setting with its type, default and meaning, read from the dataclasses themselves: for
+`regard train --help-all` and the reference pages of the docs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 from regard.cli.flags import meanings
-from regard.config import Range, alternatives, to_dict
+from regard.config import Range, alternatives, to_dict, walk
 from regard.data.train_tokenizer import Recipe
 from regard.see.format import aligned
 from regard.train.config import Config, _written
@@ -39,7 +39,7 @@ def help_all() -> str:
 
 
 def keys(cls: Any, where: str = "") -> Iterator[Row]:
-    """Every setting of a dataclass and of those in it, by dotted name, without [model] and [tokenizer]."""
+    """Every setting of a dataclass and of those in it, by dotted name; no [model], no [tokenizer]."""
     hints = typing.get_type_hints(cls, include_extras=True)
     for name, *words in rows(cls):
         if dataclasses.is_dataclass(hints[name]):
@@ -50,26 +50,23 @@ def keys(cls: Any, where: str = "") -> Iterator[Row]:
 
 def sizes_of(config: Any) -> list[str]:
     """Layers, dim, heads and vocabulary of a model, the first that are named in it."""
+    parts = [part for _, part in walk(to_dict(config))]
 
-    def first(name: str, at: Any) -> Any:
-        if isinstance(at, dict):
-            if at.get(name) is not None and not isinstance(at[name], dict):
-                return at[name]
-            at = list(at.values())
-        found = (first(name, each) for each in at) if isinstance(at, list) else ()
-        return next((x for x in found if x is not None), None)
+    def first(name: str) -> str:
+        named = (part.get(name) for part in parts)
+        return next((str(x) for x in named if x is not None and not isinstance(x, dict)), "")
 
-    return [str(first(name, to_dict(config)) or "") for name in ("layers", "dim", "heads", "vocab")]
+    return [first(name) for name in ("layers", "dim", "heads", "vocab")]
 
 
-# --- one setting ------------------------------------------------------------------------------------
+# --- one setting --------------------------------------------------------------------------------
 
 
 def meaning(cls: type, field: dataclasses.Field, hint: Any) -> str:
-    for told in getattr(hint, "__metadata__", ()):
-        if text := getattr(told, "help", None):
+    for mark in getattr(hint, "__metadata__", ()):
+        if text := getattr(mark, "help", None):
             return text
-    return next((said for c in cls.__mro__ if (said := meanings(c).get(field.name))), "")
+    return next((text for c in cls.__mro__ if (text := meanings(c).get(field.name))), "")
 
 
 def kind(hint: Any, named: Named = lambda cls: "table") -> str:
@@ -80,8 +77,8 @@ def kind(hint: Any, named: Named = lambda cls: "table") -> str:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         limits = next((x for x in hint.__metadata__ if isinstance(x, Range)), None)
-        said = kind(args[0], named)
-        return f"{said}, {limits}" if limits and limits.low > float("-inf") else said
+        text = kind(args[0], named)
+        return f"{text}, {limits}" if limits and limits.low > float("-inf") else text
     if origin is typing.Literal:
         return ", ".join(map(str, args))
     if origin is tuple:
@@ -107,7 +104,7 @@ def default(field: dataclasses.Field) -> str:
 
 
 def rows(cls: Any, named: Named = lambda cls: "table") -> list[Row]:
-    """Name, type, default and meaning of each setting; `kind`, the name of the class itself, is left out."""
+    """Name, type, default and meaning of each setting, but for `kind`, which names the class."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return [
         (f.name, kind(hints[f.name], named), default(f), meaning(cls, f, hints[f.name]))

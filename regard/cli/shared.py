@@ -1,4 +1,4 @@
-"""What commands share: flags and how they are read, models made ready, text in, talk on a terminal.
+"""What commands share: flags and how they are read, models, text in, talk on a terminal.
 
 Importing this needs tyro but not torch, so that help is quick. The comment beside a flag, or above
 it, is its help.
@@ -111,15 +111,15 @@ def check_counts(options: Any, *flags: str) -> None:
 
 
 def parse(cls: type[T], name: str, arguments: list[str]) -> T | None:
-    """The command line as a `cls`; nothing where it asks for --help, which is printed. What is
-    wrong is a UsageError of one line."""
+    """The command line as a `cls`, or None where it asks for help, which is printed. A mistake is a
+    UsageError of one line."""
     if name in SETTABLE and "--help-all" in arguments:
         from regard.cli.settings import help_all  # slow to import
 
         print(help_all())
         return None
     arguments = folded(arguments) if name in SETTABLE else arguments
-    # Every flag behind it is lm-eval's.
+    # Every flag after it is lm-eval's own.
     if name == "lm-eval" and arguments not in (["--help"], ["-h"]):
         arguments = ["--", *arguments]
     known = {f"--{flag.replace('_', '-')}" for flag in flags_of(cls)} | {"--help"}
@@ -148,7 +148,7 @@ def parse(cls: type[T], name: str, arguments: list[str]) -> T | None:
             raise UsageError(one_line(err.getvalue())) from None
     head, *examples = inspect.cleandoc(cls.__doc__ or "").splitlines()
     print("\n".join([head, *(f"  {line}" if line else "" for line in examples)]).rstrip())
-    # What is left out has no value, and none that could be typed; its text says what happens then.
+    # None cannot be typed; the text of the flag says what happens without it.
     text = re.sub(r"\s*\(default:\s+None\)", "", out.getvalue().strip())
     text = re.sub(r"\{None\}\||(?<=\{)None,", "", text)
     print("\n".join(["", *(line.rstrip() for line in text.splitlines())]))
@@ -156,8 +156,7 @@ def parse(cls: type[T], name: str, arguments: list[str]) -> T | None:
 
 
 def folded(arguments: list[str]) -> list[str]:
-    """Flags with a dot in their name (--train.seed 7) as pairs of --changes, beside those that
-    follow it."""
+    """Flags with a dot in their name (--train.seed 7) as pairs of --changes."""
     rest, changes, given = list[str](), list[str](), iter(arguments)
     into = rest
     for text in given:
@@ -177,8 +176,8 @@ def folded(arguments: list[str]) -> list[str]:
 
 
 def one_line(box: str) -> str:
-    """What the box says that tyro draws around an error: the paragraph between its first two rules,
-    a value of the wrong type as a person would say it."""
+    """The text in the box that tyro draws around an error: the paragraph between its first two
+    rules, with wrong values and types in plain words."""
     lines = [line.strip("│|╭╮╰╯ ") for line in box.splitlines()]
     rules = [i for i, line in enumerate(lines) if line and not line.strip("-─")]
     inside = lines[rules[0] + 1 : rules[1]] if len(rules) > 1 else lines
@@ -199,7 +198,7 @@ def one_line(box: str) -> str:
 
 
 def flags_of(cls: Any) -> list[str]:
-    """The fields of a dataclass and of the dataclasses in it, which are groups of flags."""
+    """The fields of a dataclass, and of those in it, which are groups of flags."""
     flags = []
     for f in dataclasses.fields(cls):
         flags += flags_of(f.default) if dataclasses.is_dataclass(f.default) else [f.name]
@@ -219,7 +218,7 @@ def values(options: Any) -> dict[str, Any]:
 
 
 def open_model(folder: str, machine: Machine) -> Opened:
-    """The model of a folder, ready to run where and how the flags say."""
+    """The model of a folder, ready to run as the flags say."""
     from regard.evaluate.model import Opened
 
     opened = Opened(folder, **dataclasses.asdict(machine))
@@ -239,7 +238,7 @@ def check_new_folder(out: Path) -> None:
 
 
 def output_file(name: str, endings: tuple[str, ...], what: str) -> Path:
-    """The file of --output, tried before any work is done for it: by writing beside it, as rights
+    """The file of --output. Before any work is done, something is written beside it: permissions
     alone do not tell."""
     path = Path(name)
     if path.suffix.lower() not in endings:
@@ -277,21 +276,21 @@ def open_file(path: str) -> Iterator[tuple[BinaryIO, str]]:
         yield sys.stdin.buffer, "stdin"
         return
     with blaming(DATA):
-        # What goes wrong while it is used is not a fault of the file.
+        # Errors while it is used are not the fault of the file, so `with` is outside.
         file = open(path, "rb")  # noqa: SIM115
     with file:
         yield file, path
 
 
 def check_file(path: str) -> None:
-    """A name that is wrong is told before the model is read."""
+    """Refuse a wrong name before the model is read."""
     if path != "-" and not Path(path).exists():
         how = nearby(path) or "; give a file, or - for stdin"
         raise Fault(f"{path} does not exist{how}", DATA)
 
 
 def is_typed(path: str) -> bool:
-    """Whether a person types the lines, who wants an answer to each."""
+    """Whether somebody types the lines, and waits for an answer to each."""
     return path == "-" and sys.stdin.isatty()
 
 

@@ -1,5 +1,4 @@
-"""regard train and regard finetune: a run, shown while it goes on: by a block that renews itself on a terminal, by a
-plain line now and then elsewhere."""
+"""regard train and regard finetune: a run, and its progress: a block on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ from regard.see.format import clip, clock, number, short, small, spark, visible
 
 EXITS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 EVERY = 10.0  # seconds between plain lines
-RATE = 4  # pictures per second
+RATE = 4  # redraws per second
 KEEP = 0.98  # of the smoothed loss, each step
-TRAIL = 256  # values that stand for the whole curve at most
+TRAIL = 256  # points of the curve at most
 SHOWN = 2  # samples
 SHOW: dict[str, Callable[[float], str]] = {"loss": "{:.4f}".format, "perplexity": "{:.2f}".format}
 Event = dict[str, Any]
@@ -130,7 +129,7 @@ def signals() -> Iterator[list[int]]:
         if received:
             raise KeyboardInterrupt
         received.append(number)
-        # Not by print, which may be what was interrupted.
+        # The signal may have interrupted print.
         with contextlib.suppress(OSError):
             os.write(2, b"finishing this step, then saving; again to stop at once\n")
 
@@ -143,7 +142,7 @@ def signals() -> Iterator[list[int]]:
 
 
 def reload(folder: Path) -> None:
-    """Load what was saved and let it write something."""
+    """Load what was saved, and generate a sample."""
     from regard.checkpoint import load
     from regard.decode.generate import generate, tokenizer_of
 
@@ -155,7 +154,7 @@ def reload(folder: Path) -> None:
             say(f"sample: {result.text!r}")
 
 
-# --- what a run shows -----------------------------------------------------------------------------
+# --- progress -------------------------------------------------------------------------------------
 
 
 def terminal() -> Any:
@@ -171,7 +170,7 @@ def terminal() -> Any:
 
 
 class Smoothed:
-    """A mean of losses in which the old ones fade, and its course over the whole run in a few values."""
+    """An exponential moving average of the loss, and its curve over the whole run in a few values."""
 
     def __init__(self) -> None:
         self.sum = self.weight = 0.0
@@ -193,8 +192,8 @@ class Smoothed:
 
 
 class Display:
-    """Shows the events of a run: on a console of rich by a block that a thread of its own draws anew four times a
-    second, elsewhere by a line every ten seconds; `quiet`: evaluations and warnings alone. A step is only noted."""
+    """Shows the events of a run: on a console of rich as a block that a thread redraws four times a
+    second, elsewhere as a line every ten seconds. `quiet` leaves evaluations and warnings."""
 
     def __init__(
         self, quiet: bool = False, console: Any = None, now: Callable[[], float] = time.monotonic
@@ -240,7 +239,7 @@ class Display:
                 self.__exit__()
 
     def tell(self, text: str) -> None:
-        """What must be said at once, above the block where there is one."""
+        """Print at once, above the block where there is one."""
         if self.block is None:
             say(text)
         else:
@@ -272,7 +271,7 @@ class Display:
             say(f"{time.strftime('%H:%M:%S')} {self.line()}")
 
     def rate(self, every: float) -> float:
-        """Tokens per second, counted anew after so many seconds: over a short time they jump."""
+        """Tokens per second, over at least `every` seconds: over a shorter time they jump."""
         if self.now() - self.shown >= every:
             self.speed = self.tokens / self.seconds if self.seconds > 0 else 0.0
             self.tokens, self.seconds, self.shown = 0, 0.0, self.now()

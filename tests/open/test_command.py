@@ -74,7 +74,7 @@ def test_added_command_is_listed_and_has_its_help(
     listed, said = capsys.readouterr().out.split("Greet somebody.")
     assert f"\n  {greet:<10}  {HELP}\n" in listed
     assert "regard greet Ann --times 2        twice" in said
-    assert "usage: regard greet [-h] [OPTIONS] NAME" in said
+    assert "usage: regard greet [-h] NAME" in said
     for flag in ("NAME", "--times INT", "--word {hello,good-bye}", "--loud"):
         assert f"\n  {flag}" in said
     for text in ("who is greeted", "how often the greeting is said", "what is said"):
