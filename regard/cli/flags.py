@@ -22,7 +22,8 @@ from regard.decode.settings import DEFAULTS, Settings
 T = TypeVar("T")
 Early = Literal["heuristic", "never", "first"]
 BESIDE = re.compile(r"  # (?!fmt: )(.*?)(?:  # fmt: skip)?$")
-# How a setting of each type is written on a command line: as what, and what the help calls it.
+# How a setting of each type is written on a command line: as what, and what the help calls it. The
+# only text among them is early_stopping.
 FORMS: dict[Any, tuple[Any, str | None]] = {
     bool: (bool | None, None),
     int: (int | None, "N"),
@@ -61,7 +62,7 @@ def setting_flags(names: str, **helps: str) -> Callable[[type[T]], type[T]]:
 
 def first_sentence(text: str) -> str:
     """The help of a flag: it begins with a small letter and has no full stop."""
-    sentence = text.partition(". ")[0].removesuffix(".")
+    sentence = " ".join(text.split()).partition(". ")[0].removesuffix(".")
     return sentence[:1].lower() + sentence[1:]
 
 
