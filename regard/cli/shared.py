@@ -50,8 +50,6 @@ Changes = Annotated[dict[str, str], arg(metavar="NAME VALUE")]
 Overlong = Literal["error", "truncate"]
 Pooling = Literal["auto", "mean", "cls"]
 ALIASES = {"dtype": ["--precision"]}
-# Commands that take settings of a config as flags: --train.steps 100.
-SETTABLE = ("train", "plan", "finetune")
 
 
 @dataclass(frozen=True)
@@ -113,31 +111,19 @@ def check_counts(options: Any, *flags: str) -> None:
 def parse(cls: type[T], name: str, arguments: list[str]) -> T | None:
     """The command line as a `cls`, or None where it asks for help, which is printed. A mistake is a
     UsageError of one line."""
-    if name in SETTABLE and "--help-all" in arguments:
-        from regard.cli.settings import help_all  # slow to import
+    flags = flags_of(cls)
+    # Settings of a config are flags, too: --train.steps 100.
+    if settable := "changes" in flags:
+        if "--help-all" in arguments:
+            from regard.cli.settings import help_all  # slow to import
 
-        print(help_all())
-        return None
-    arguments = folded(arguments) if name in SETTABLE else arguments
-    # Every flag after it is lm-eval's own.
-    if name == "lm-eval" and arguments not in (["--help"], ["-h"]):
+            print(help_all())
+            return None
+        arguments = folded(arguments)
+    # Every flag is another program's.
+    if flags == ["arguments"] and arguments not in (["--help"], ["-h"]):
         arguments = ["--", *arguments]
-    known = {f"--{flag.replace('_', '-')}" for flag in flags_of(cls)} | {"--help"}
-    known |= {flag for flags in ALIASES.values() for flag in flags}
-    for text in arguments[: arguments.index("--")] if "--" in arguments else arguments:
-        flag = text.partition("=")[0].replace("_", "-")
-        if not flag.startswith("--") or flag in known:
-            continue
-        close = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
-        hint = f"did you mean {close[0]}?" if close else f"see regard {name} --help"
-        if name in SETTABLE:
-            from regard.train.config import ELSEWHERE  # slow to import
-
-            ours = ELSEWHERE.get(flag.removeprefix("--").replace("-", "_"))
-            # A setting has a dot in its name, a flag is one already.
-            dashes = "" if not ours or ours.startswith(("--", "metrics")) else "--"
-            hint = f"here it is {dashes}{ours}" if ours else hint
-        raise UsageError(f"there is no option {flag!r:.60}; {hint} (text that begins so: after --)")
+    check_flags(arguments, flags, name, settable)
     out, err, prog = io.StringIO(), io.StringIO(), f"regard {name}"
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -153,6 +139,26 @@ def parse(cls: type[T], name: str, arguments: list[str]) -> T | None:
     text = re.sub(r"\{None\}\||(?<=\{)None,", "", text)
     print("\n".join(["", *(line.rstrip() for line in text.splitlines())]))
     return None
+
+
+def check_flags(arguments: list[str], flags: list[str], name: str, settable: bool) -> None:
+    """Refuse a flag that there is not, with a hint: the nearest one, or what we call it."""
+    known = {f"--{flag.replace('_', '-')}" for flag in flags} | {"--help"}
+    known |= {flag for others in ALIASES.values() for flag in others}
+    for text in arguments[: arguments.index("--")] if "--" in arguments else arguments:
+        flag = text.partition("=")[0].replace("_", "-")
+        if not flag.startswith("--") or flag in known:
+            continue
+        close = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
+        hint = f"did you mean {close[0]}?" if close else f"see regard {name} --help"
+        if settable:
+            from regard.train.config import ELSEWHERE  # slow to import
+
+            ours = ELSEWHERE.get(flag.removeprefix("--").replace("-", "_"))
+            # A setting has a dot in its name, a flag is one already.
+            dashes = "" if not ours or ours.startswith(("--", "metrics")) else "--"
+            hint = f"here it is {dashes}{ours}" if ours else hint
+        raise UsageError(f"there is no option {flag!r:.60}; {hint} (text that begins so: after --)")
 
 
 def folded(arguments: list[str]) -> list[str]:
