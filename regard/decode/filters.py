@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from regard.errors import UsageError
 
-# Each filter imports torch when it runs: the flags of a command are read off this table, and help waits for no torch.
+# torch is imported when a filter runs: flags are read off this table, and help does not wait for torch.
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -37,25 +37,21 @@ class Filter:
 
 def top_k(logits: Tensor, k: int | Tensor) -> Tensor:
     """Keep the k largest (0 keeps all)."""
-    import torch
-
     if isinstance(k, int) and k < 1:
         raise UsageError(f"top_k={k} would leave no token; give 1 or more")
     order = logits.argsort(dim=-1, descending=True, stable=True)
-    k = torch.where(k > 0, k, logits.shape[-1]) if isinstance(k, torch.Tensor) else k
-    return _only(logits, order, torch.arange(logits.shape[-1], device=logits.device) < k)
+    k = k if isinstance(k, int | float) else k.where(k > 0, logits.shape[-1])
+    return _only(logits, order, _ranks(logits) < k)
 
 
 def top_p(logits: Tensor, p: float | Tensor) -> Tensor:
     """Keep the smallest set of most probable tokens whose mass is >= p, one at least (Holtzman et al. 2020)."""
-    import torch
-
     if isinstance(p, float | int) and not 0 <= p <= 1:
         raise UsageError(f"top_p={p} is no probability; give a number from 0 to 1")
     order = logits.argsort(dim=-1, descending=True, stable=True)
     probs = logits.softmax(-1).gather(-1, order)
     # 1 keeps the tail.
-    keep = (_before(probs) < p) | (torch.as_tensor(p, device=logits.device) >= 1)
+    keep = (_before(probs) < p) | (p >= 1)
     keep[..., 0] = True
     return _only(logits, order, keep)
 
@@ -64,6 +60,12 @@ def min_p(logits: Tensor, p: float | Tensor) -> Tensor:
     """Keep what is at least p times as probable as the most probable token."""
     probs = logits.softmax(-1)
     return logits.masked_fill(probs < p * probs.amax(-1, keepdim=True), -math.inf)
+
+
+def _ranks(logits: Tensor) -> Tensor:
+    import torch
+
+    return torch.arange(logits.shape[-1], device=logits.device)
 
 
 def _before(probs: Tensor) -> Tensor:
