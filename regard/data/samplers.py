@@ -15,7 +15,6 @@ from typing import ClassVar
 import numpy as np
 
 from regard.data.source import DataError
-from regard.errors import check_choice
 
 OVERLONG = ("error", "truncate", "drop", "split")
 # What numbers are drawn for; a number that was given once keeps its meaning.
@@ -218,7 +217,6 @@ def cut(
 ) -> Pieces:
     """Examples cut to `limit` tokens by the policy. Pieces of a split one share `overlap` tokens: what is only a label
     in one is what the next one reads first."""
-    check_choice("overlong", policy, OVERLONG)
     row = np.arange(len(lengths))
     size = lengths.astype(np.int64)
     start = np.zeros_like(size)
