@@ -142,10 +142,9 @@ def ids_in(text: str) -> list[int]:
     try:
         return [int(word) for word in text.replace(",", " ").split()]
     except ValueError:
-        how = "leave it out for text"
-        raise UsageError(
-            f"--ids wants whole numbers such as '5 9 2', got {text!r:.60}; {how}"
-        ) from None
+        wanted = "whole numbers such as '5 9 2'"
+        why = f"--ids wants {wanted}, got {text!r:.60}; leave it out for text"
+        raise UsageError(why) from None
 
 
 def read_prompt(opened: Opened, prompt: Any, options: Options) -> Any:

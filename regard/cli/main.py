@@ -45,15 +45,9 @@ COMMANDS = {
     "doctor": "what this machine has and can do",
 }
 # Commands that stand in the file of another: `fill` is `fill(FillOptions)` in that of `eval`.
-HOSTS = {
-    "convert": ("merge",),
-    "data": ("tokenizer",),
-    "eval": ("answer", "classify", "embed", "fill", "lm-eval"),
-    "generate": ("chat", "translate"),
-    "report": ("compare",),
-    "train": ("finetune",),
-}
-GUESTS = {guest: host for host, guests in HOSTS.items() for guest in guests}
+HOSTS = {"convert": "merge", "data": "tokenizer", "eval": "answer classify embed fill lm-eval"}
+HOSTS |= {"generate": "chat translate", "report": "compare", "train": "finetune"}
+GUESTS = {guest: host for host, guests in HOSTS.items() for guest in guests.split()}
 HELP = """Regard: train and run Transformers of every family, on this machine.
 
   regard generate MODEL "Once upon a time"           answer a prompt, as the text is made

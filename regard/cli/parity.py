@@ -121,8 +121,7 @@ def verdict(checks: Sequence[Check]) -> str:
 
 
 def table(checks: Sequence[Check]) -> str:
-    """The largest difference of both answers, and the largest error of either as a share of what
-    rounding can do."""
+    """The largest difference of both runs, and the largest error over what rounding can do."""
     rows = ((c.name, c.verdict, f"{c.difference:.1e}", f"{c.worst:.3g}", c.where) for c in checks)
     return aligned([HEAD, *rows])
 

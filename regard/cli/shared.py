@@ -109,8 +109,7 @@ def check_counts(options: Any, *flags: str) -> None:
 
 
 def parse(cls: type[T], name: str, arguments: list[str]) -> T | None:
-    """The command line as a `cls`, or None where it asks for help, which is printed. A mistake is a
-    UsageError of one line."""
+    """The command line as a `cls`, or None after --help. A mistake is a UsageError of one line."""
     flags = flags_of(cls)
     # Settings of a config are flags, too: --train.steps 100.
     if settable := "changes" in flags:
@@ -182,8 +181,7 @@ def folded(arguments: list[str]) -> list[str]:
 
 
 def one_line(box: str) -> str:
-    """The text in the box that tyro draws around an error: the paragraph between its first two
-    rules, with wrong values and types in plain words."""
+    """The text between the first two rules of the box that tyro draws around an error."""
     lines = [line.strip("│|╭╮╰╯ ") for line in box.splitlines()]
     rules = [i for i, line in enumerate(lines) if line and not line.strip("-─")]
     inside = lines[rules[0] + 1 : rules[1]] if len(rules) > 1 else lines
