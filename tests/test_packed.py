@@ -115,8 +115,8 @@ def test_packing_a_folder_needs_the_packed_weights_alone(large: Path) -> None:
         )  # fmt: skip
         peak[kind] = int(done.stdout)
     assert size < peak["none"] < 1.4 * size  # as packed, and a layer as it was
-    # A quarter, the embedding as it is, and a layer as it was.
-    assert peak["int8"] < 0.7 * size
+    # A quarter, the embedding as it is, a layer as it was, and what is left of reading random tokens.
+    assert peak["int8"] < 0.8 * size
 
 
 @torch.inference_mode()

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from regard.cache import Pool
+from regard.cache import PagePool
 from regard.decode.lane import Lane, Row, Scores, Slot, State, page_keys, unscored
 from regard.decode.settings import Event, Request, Result
 
@@ -52,7 +52,7 @@ class Scheduler:
         self,
         rows: int,
         *,
-        pool: Pool | None = None,
+        pool: PagePool | None = None,
         prefix: bool = False,
         patience: float = math.inf,
         longest: int | None = None,
@@ -131,8 +131,7 @@ class Scheduler:
             # Alone it may enter however large.
             if not self.fits(request, rows, pages) and self.lanes:
                 break
-            keys, wanted = self._keys(request)
-            lacks = next((key for key in wanted if not self._published(key)), None)
+            keys, lacks = self._keys(request)
             # If that page is about to be read for another, it waits, and takes the page over.
             if lacks in coming and not unscored(request, self.scores):
                 continue
@@ -148,17 +147,17 @@ class Scheduler:
         self.lanes[key] = lane
         lane.admit(rows, keys)
 
-    def _keys(self, request: Request) -> tuple[list[bytes], list[bytes]]:
-        """Keys of the full pages of what all its rows are fed first; and of those that may be taken over."""
+    def _keys(self, request: Request) -> tuple[list[bytes], bytes | None]:
+        """Keys of the full pages of what all its rows are fed first; and the first that nobody has published, of those
+        that may be taken over."""
         if not self.prefix or self.pool is None or self._outgrown(request):
-            return [], []
+            return [], None
         rows, page = self.resumed.get(request.number, []), self.pool.page
         text = request.ids + (rows[0].ids if len(rows) == 1 else [])
         keys = page_keys(text, page, (rows or self._rows(request))[0].salt)
-        return keys, keys[: (len(text) - 1) // page]
-
-    def _published(self, key: bytes) -> bool:
-        return self.pool is not None and key in self.pool.published
+        wanted = keys[: (len(text) - 1) // page]
+        known = self.pool.known(wanted)
+        return keys, wanted[known] if known < len(wanted) else None
 
     def _make_room(self) -> None:
         """Put back who is of a later rank than those who wait, or has been served for long: room for all of these, so

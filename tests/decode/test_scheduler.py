@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from regard.cache import OutOfPages, Pool
-from regard.decode.lane import Lane, Slot, State
+from regard.cache import BlockTable, OutOfPages, PagePool
+from regard.decode.lane import Lane, Row, Slot, State
 from regard.decode.scheduler import Scheduler
 from regard.decode.settings import Event, Request, Settings
 
@@ -19,17 +19,19 @@ class Counting(Lane):
     """Rows that say how many tokens their texts have, in pages of books without memory."""
 
     def _adopt(self, slot: Slot) -> None:
-        for key in self._adoptable(slot):
-            if key not in self.pool.published:
-                break
-            slot.pages.append(self.pool.published[key])
-            self.pool.hold(slot.pages[-1])
-            slot.row.keys.append(key)
+        keys = self._adoptable(slot)
+        slot.row.keys = keys[: slot.pages.adopt(keys)]
         slot.fed = len(slot.pages) * self.pool.page
 
+    def _slot(self, row: Row) -> Slot:
+        slot = super()._slot(row)
+        if self.pool is not None:
+            slot.pages = BlockTable(self.pool)
+        return slot
+
     def _reserve(self, slot: Slot, tokens: int) -> None:
-        while self.pool is not None and len(slot.pages) * self.pool.page < tokens:
-            slot.pages.append(self.pool.take())
+        if self.pool is not None:
+            slot.pages.reserve(tokens)
 
     def _read(self, group: list[tuple[Slot, int]]) -> None:
         for slot, size in group:
@@ -52,8 +54,7 @@ class Counting(Lane):
                 self._publish(slot, slot.pages)
 
     def _release(self, slot: Slot) -> None:
-        while slot.pages:
-            self.pool.drop(slot.pages.pop())
+        slot.pages.release()
 
 
 class Fault(Exception):
@@ -175,22 +176,11 @@ def test_who_runs_is_who_the_ranks_say(seed: int) -> None:
     assert not (scheduler.resumed or scheduler.finished or scheduler.deadlines)
 
 
-def balanced(pool: Pool, slots: Sequence[Slot]) -> None:
-    """Every page is held by whom its books say, or by nobody."""
-    held = [0] * len(pool.users)
-    for page in (page for slot in slots for page in slot.pages):
-        held[page] += 1
-    assert held == pool.users
-    free = {*pool.unused} | {*pool.idle}
-    assert free == {page for page, users in enumerate(pool.users) if not users}
-    assert len(pool.unused) + len(pool.idle) == len(free)
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_nothing_is_lost_where_pages_are_short_and_steps_raise(seed: int) -> None:
     """Each request ends once, with the text that it has alone; pages are held by rows that run, or by nobody."""
     rng = random.Random(100 + seed)
-    pool = Pool([], 32, 4)
+    pool = PagePool(32, 4)
     scheduler = Scheduler(6, pool=pool, prefix=True)
     requests, done = dict[int, Request](), dict[int, Any]()
 
@@ -221,7 +211,7 @@ def test_nothing_is_lost_where_pages_are_short_and_steps_raise(seed: int) -> Non
                 fault = scheduler.blame(short=rng.random() < 0.5)
                 if fault is not None:
                     take(scheduler.done(scheduler.stop(fault, "error", "planted")))
-        balanced(pool, list(scheduler.slots()))
+        pool.check(slot.pages for slot in scheduler.slots())
         assert sum(slot.times for slot in scheduler.slots()) <= scheduler.rows
         assert 1 <= scheduler.cap <= scheduler.rows
         ranks = [request.rank for request in scheduler.waiting]
