@@ -25,8 +25,8 @@ import regard
 from regard.data.feed import Batching, PairFeed
 from regard.data.shards import Column
 from regard.fast.train import precision
-from regard.train.objectives import seq2seq
-from regard.train.optim import Optim, Optimizer, Schedule, clip
+from regard.training.objectives import seq2seq
+from regard.training.optim import Optim, Optimizer, Schedule, clip
 
 PAD, END, UNK = range(3)  # the decoder begins with PAD, as T5's does
 Rows = list[dict[str, str]]

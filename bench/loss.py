@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from measure import child, floats, growth, header
 from torch import Tensor
 
-from regard.train.losses import NONE, Smoothing, head_loss
+from regard.training.losses import NONE, Smoothing, head_loss
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = {

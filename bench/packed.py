@@ -24,10 +24,10 @@ from regard.data.feed import Batching, TextFeed
 from regard.data.shards import Column
 from regard.mask import Causal, Documents, Span, Visible
 from regard.presets import build
-from regard.train.checkpoint import Checkpoints
-from regard.train.objectives import causal
-from regard.train.optim import Optim, Schedule
-from regard.train.trainer import Train, Trainer
+from regard.training.checkpoint import Checkpoints
+from regard.training.objectives import causal
+from regard.training.optim import Optim, Schedule
+from regard.training.trainer import Train, Trainer
 
 SMOL = dict(vocab=49152, dim=576, layers=30, heads=9, kv_heads=3, ffn_dim=1536, max_len=8192)
 FORMS = ("by document", "dense mask")

@@ -379,7 +379,7 @@ def measure(pool: Any) -> None:
     if o.peers:
         peers(pool, o.rows, 16 if o.quick else o.tokens, 2 if o.quick else o.rounds, o.quick)
         return
-    from regard.evaluate.model import Opened
+    from regard.evaluation.model import Opened
     from regard.files import resolve_model
     from regard.serve.edge import Limits
     from regard.serve.model_worker import Options

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 import regard
 from regard.checkpoint import from_hf
 from regard.data.feed import Batch
-from regard.train.checkpoint import Checkpoints
-from regard.train.objectives import causal
-from regard.train.optim import Optim, Schedule
-from regard.train.trainer import Train, Trainer
+from regard.training.checkpoint import Checkpoints
+from regard.training.objectives import causal
+from regard.training.optim import Optim, Schedule
+from regard.training.trainer import Train, Trainer
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

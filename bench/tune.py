@@ -30,11 +30,11 @@ from regard.data.feed import IGNORE, Batch
 from regard.data.train_tokenizer import Recipe, train_tokenizer
 from regard.models.adapt import quantize
 from regard.text import Tokenizer
-from regard.train.checkpoint import Checkpoints
-from regard.train.config import Adapt, adapted
-from regard.train.objectives import causal
-from regard.train.optim import Optim, Schedule
-from regard.train.trainer import Train, Trainer
+from regard.training.checkpoint import Checkpoints
+from regard.training.config import Adapt, adapted
+from regard.training.objectives import causal
+from regard.training.optim import Optim, Schedule
+from regard.training.trainer import Train, Trainer
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -22,7 +22,7 @@ from regard.learn.mechanisms import tokenizers as tokens_topic
 from regard.models.embedding import Patches
 from regard.position import Rope, T5Bias, alibi_slopes, rotate, sinusoid, t5_bucket
 from regard.report import page
-from regard.train.optim import Schedule
+from regard.training.optim import Schedule
 
 # --- positions and parts ------------------------------------------------------------------------
 

@@ -19,14 +19,17 @@ from regard.data.train_tokenizer import Recipe
 from regard.decode.settings import Settings
 from regard.learn.explain import CHAPTERS, find
 from regard.presets import PRESETS
-from regard.train.config import Config
+from regard.training.config import Config
 
 HOMES = {
     "Models: build, load, save": (
         "regard.checkpoint", "regard.checkpoint.families", "regard.presets", "regard.models", "regard.fast.cpu",
     ),
     "Write text": ("regard.decode.generate", "regard.decode.settings", "regard.decode.engine"),
-    "Train and measure": ("regard.train.run", "regard.train.finetune", "regard.train.trainer", "regard.evaluate.model"),
+    "Train and measure": (
+        "regard.training.run", "regard.training.finetune", "regard.training.trainer", "regard.evaluation.run",
+        "regard.evaluation.model",
+    ),
     "Look inside": ("regard.see.probe", "regard.labs.run"),
     "Attention": ("regard.attention", "regard.block", "regard.moe", "regard.layers"),
     "Masks": ("regard.mask",),
@@ -34,8 +37,8 @@ HOMES = {
     "Caches": ("regard.cache",),
     "Errors": ("regard.errors",),
 }  # fmt: skip
-# Called as functions, and modules too.
-CALLED = {"Train and measure": ("train", "evaluate"), "Models: build, load, save": ("presets",)}
+# Modules.
+MODULES = {"Models: build, load, save": ("presets",)}
 
 
 # --- types as links to their tables ---------------------------------------------------------------------------------
@@ -215,7 +218,10 @@ def api_page() -> str:
     ]
     for title, homes in HOMES.items():
         parts.append(f"## {title}")
-        names = [*CALLED.get(title, ()), *(n for n, home in regard._WHERE.items() if home in homes)]
+        names = [
+            *MODULES.get(title, ()),
+            *(n for n, home in regard._WHERE.items() if home in homes),
+        ]
         for name in sorted(names, key=str.lower):
             parts += [f"### regard.{name}", *entry(name, getattr(regard, name))]
     return "\n\n".join(filter(None, parts)) + "\n"
@@ -225,10 +231,7 @@ def entry(name: str, what: Any) -> list[str]:
     if isinstance(what, dict):
         return [f"A table: {', '.join(f'`{key}`' for key in what)}."]
     if inspect.ismodule(what):
-        called = vars(what).get("__call__") or type(what).__dict__.get("__call__")
-        if called is None:
-            return [prose(what.__doc__)]
-        return [signature(name, called, skip=1), prose(called.__doc__ or what.__doc__)]
+        return [prose(what.__doc__)]
     lines = [
         signature(name, what),
         f"Source: [{place(what)}](../../{place(what)})",

@@ -11,6 +11,11 @@ Names are looked up when they are used, so that importing takes no work.
 from __future__ import annotations
 
 import importlib
+import sys
+import warnings
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 from regard.errors import VERSION as __version__  # noqa: F401
@@ -22,7 +27,7 @@ _HOME = {
     "regard.checkpoint": "from_hf load",
     "regard.checkpoint.families": "FAMILIES",
     "regard.errors": "UsageError",
-    "regard.evaluate.model": "answer classify embed fill",
+    "regard.evaluation.model": "answer classify embed fill",
     "regard.labs.run": "lab",
     "regard.layers": "LM MLM MLP Answer Classify Norm Tag",
     "regard.see.probe": "Probe",
@@ -35,13 +40,14 @@ _HOME = {
     "regard.decode.engine": "Engine",
     "regard.presets": "PRESETS build",
     "regard.decode.generate": "generate stream translate",
-    "regard.train.finetune": "finetune",
-    "regard.train.run": "RunConfig",
-    "regard.train.trainer": "Trainer",
+    "regard.training.finetune": "finetune",
+    "regard.evaluation.run": "evaluate",
+    "regard.training.run": "RunConfig train",
+    "regard.training.trainer": "Trainer",
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
-# Modules that are public names; train and evaluate can be called, see regard/train/__init__.py.
-_MODULES = ("evaluate", "presets", "train")
+# Modules that are public names.
+_MODULES = ("presets",)
 __all__ = sorted([*_WHERE, *_MODULES])
 
 
@@ -55,3 +61,38 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+# Packages that had the name of a function: `from regard.train.trainer import Trainer` gives what it gave.
+_FORMER = {"regard.train": "regard.training", "regard.evaluate": "regard.evaluation"}
+
+
+class _Former(MetaPathFinder, Loader):
+    """Finds modules by their former names."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        package, _, rest = name.rpartition(".")
+        return ModuleSpec(name, self) if package in _FORMER and rest else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        package, _, rest = spec.name.rpartition(".")
+        name = f"{_FORMER[package]}.{rest}"
+        warnings.warn(f"{spec.name} is called {name} now", DeprecationWarning, stacklevel=2)
+        module = importlib.import_module(name)
+        self.spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The import has put its own in the place.
+        module.__spec__ = self.spec
+
+
+def _keep_former_names() -> None:
+    for package in _FORMER:
+        # Known before anybody imports it, so that no import binds its name in here.
+        sys.modules[package] = ModuleType(package)
+        sys.modules[package].__path__ = []
+    sys.meta_path.append(_Former())
+
+
+_keep_former_names()

@@ -10,8 +10,8 @@ from regard.decode.engine import Engine
 from regard.decode.generate import generate, stream, translate
 from regard.decode.settings import Request, Result, Settings
 from regard.errors import UsageError
-from regard.evaluate.model import answer, classify, embed, fill
-from regard.evaluate.run import evaluate
+from regard.evaluation.model import answer, classify, embed, fill
+from regard.evaluation.run import evaluate
 from regard.fast.cpu import prepare
 from regard.labs.run import lab
 from regard.layers import LM, MLM, MLP, Answer, Classify, Norm, Tag
@@ -41,9 +41,9 @@ from regard.position import (
 )
 from regard.presets import PRESETS, build
 from regard.see.probe import Probe
-from regard.train.finetune import finetune
-from regard.train.run import RunConfig, train
-from regard.train.trainer import Trainer
+from regard.training.finetune import finetune
+from regard.training.run import RunConfig, train
+from regard.training.trainer import Trainer
 
 __version__: str
 __all__ = [

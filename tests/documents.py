@@ -314,7 +314,7 @@ class Session:
         monkeypatch.setenv("COLUMNS", "200")
         few = {"dates": few_dates, "sums": partial(recipes.corpora.make_sums, count=40)}
         monkeypatch.setattr(recipes, "MAKERS", {**recipes.MAKERS, **few})
-        monkeypatch.setattr("regard.train.plan.PROBED", 0.01)
+        monkeypatch.setattr("regard.training.plan.PROBED", 0.01)
         monkeypatch.setattr("regard.serve.app.listen", lambda *_: listen("127.0.0.1", 0))
         monkeypatch.setattr("regard.serve.app.serve", asked_once)
 

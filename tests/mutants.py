@@ -43,9 +43,9 @@ TARGETS = sorted(
     path.relative_to(ROOT).as_posix()
     for pattern in (
         "attention/*.py", "mask.py", "position.py", "cache/*.py", "layers.py", "moe.py", "models/*.py",
-        "decode/*.py", "checkpoint/rules.py", "checkpoint/tensors.py", "train/trainer.py",
-        "train/losses.py", "train/objectives.py", "train/index_losses.py",
-        "data/corrupt.py", "train/optim.py", "train/checkpoint.py",
+        "decode/*.py", "checkpoint/rules.py", "checkpoint/tensors.py", "training/trainer.py",
+        "training/losses.py", "training/objectives.py", "training/index_losses.py",
+        "data/corrupt.py", "training/optim.py", "training/checkpoint.py",
     )
     for path in (ROOT / "regard").glob(pattern)
     if path.name not in ("__init__.py", "graphs.py")

@@ -21,7 +21,7 @@ import regard
 from regard.cli import generate as cli_generate
 from regard.cli import shared as cli_parse
 from regard.cli.main import COMMANDS, command_of, main
-from regard.evaluate import model
+from regard.evaluation import model
 from regard.fast.cpu import model as cpu
 from tests.text import tiny
 

@@ -13,7 +13,7 @@ from regard.data.config import Data, load
 from regard.data.tokens import Coder
 from regard.decode.generate import tokenizer_of
 from regard.text import needed
-from regard.train.objectives import answer as answer_loss
+from regard.training.objectives import answer as answer_loss
 from tests.test_cli import call, folder
 from tests.test_cli_eval import encoder, figures
 

@@ -16,9 +16,9 @@ from regard.data.config import Data
 from regard.errors import UsageError
 from regard.layers import Classify
 from regard.models.adapt import with_head
-from regard.train.build import fresh, written
-from regard.train.config import Adapt, Config, adapted
-from regard.train.trainer import flat
+from regard.training.build import fresh, written
+from regard.training.config import Adapt, Config, adapted
+from regard.training.trainer import flat
 from tests.test_cli_train import CONFIG
 
 PAIRS = """

@@ -28,7 +28,7 @@ train = { steps = 60, evaluate = 60, metric = "exact", optim = { lr = 1e-2 } }
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Dark pictures and light ones, and what is said of them."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("regard.train.plan.PROBED", 0.01)
+    monkeypatch.setattr("regard.training.plan.PROBED", 0.01)
     x = np.concatenate([np.full((8, 8, 8), grey, np.uint8) for grey in (20, 230)])
     np.savez("x.npz", x=x, y=np.array(["a dark one"] * 8 + ["light"] * 8))
     Path("say.toml").write_text(CONFIG)

@@ -21,7 +21,7 @@ from regard.cli.main import main
 from regard.cli.shared import parse
 from regard.errors import Notice, UsageError
 from regard.text import Tokenizer, needed
-from regard.train.tasks import TASKS
+from regard.training.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[1]
 LINES = ["the dog runs", "a cat sleeps in the park", "", "größer 😀", "dogs and cats"]

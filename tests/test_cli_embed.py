@@ -11,7 +11,7 @@ import torch
 
 import regard
 from regard.decode.generate import tokenizer_of
-from regard.evaluate.model import embedded
+from regard.evaluation.model import embedded
 from tests.test_cli import call, folder, put
 from tests.test_cli_eval import LINES, SMALL, encoder
 from tests.text import tiny

@@ -131,7 +131,7 @@ def test_failing_device_is_one_line(
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError(said)
 
-    monkeypatch.setattr("regard.evaluate.model.load", fails)
+    monkeypatch.setattr("regard.evaluation.model.load", fails)
     done = call("generate", folder("gpt2"), "a")
     assert (done.code, done.out) == (code, "")
     assert done.err.count("\n") == 1 and part in done.err
@@ -141,7 +141,7 @@ def test_errors_that_are_ours_are_not_hidden(monkeypatch: pytest.MonkeyPatch) ->
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr("regard.evaluate.model.load", fails)
+    monkeypatch.setattr("regard.evaluation.model.load", fails)
     with pytest.raises(RuntimeError, match="shapes"):
         call("generate", folder("gpt2"), "a")
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import regard
 from regard.checkpoint.hf import Origin
 from regard.errors import Fault, UsageError
-from regard.evaluate.run import Shots, task_of
+from regard.evaluation.run import Shots, task_of
 from regard.files import resolve_model
 from regard.layers import Answer, Classify, Tag
 from regard.text import Tokenizer, needed
@@ -230,7 +230,7 @@ def test_greedy_answers_are_compared_up_to_the_templates_end(
         asked.append((prompts, settings["stop"]))
         return [SimpleNamespace(text=text) for text in (" Park ", "Hunde")]
 
-    monkeypatch.setattr("regard.evaluate.run.generate", say)
+    monkeypatch.setattr("regard.evaluation.run.generate", say)
     found = figures(*prompted(tmp_path, "--shots", 1, "--metric", "exact"))
     assert found["metrics"] == {"exact": 0.5}
     ((prompts, stop),) = asked

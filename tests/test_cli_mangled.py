@@ -159,7 +159,7 @@ def test_mangled_command_ends_in_an_answer_or_a_sentence(
 ) -> None:
     monkeypatch.chdir(home)
     monkeypatch.setattr("regard.cli.main.give_up", lambda code: code)  # closes the process' stdout
-    monkeypatch.setattr("regard.train.plan.PROBED", 0.02)
+    monkeypatch.setattr("regard.training.plan.PROBED", 0.02)
     if not Path("runs/run").exists():
         assert call("train", "run.toml", "--quiet").code == 0
     given, draw = [home / name for name in GIVEN], random.Random(seed)

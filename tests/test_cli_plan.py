@@ -13,10 +13,10 @@ from regard.cli.main import main
 from regard.data.config import Data
 from regard.data.survey import Survey
 from regard.presets import build
-from regard.train.config import Config
-from regard.train.plan import cache_bytes, step_seconds
-from regard.train.tasks import TASKS
-from regard.train.trainer import Train
+from regard.training.config import Config
+from regard.training.plan import cache_bytes, step_seconds
+from regard.training.tasks import TASKS
+from regard.training.trainer import Train
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 60
 LM = """
@@ -73,8 +73,8 @@ train = { steps = 10 }
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("regard.train.plan.PROBED", 0.01)
-    monkeypatch.setattr("regard.train.plan.MEASURED", 0.0)
+    monkeypatch.setattr("regard.training.plan.PROBED", 0.01)
+    monkeypatch.setattr("regard.training.plan.MEASURED", 0.0)
     (tmp_path / "story.txt").write_text(TEXT, encoding="utf-8")
     pairs = (f"number {i}\tnummer {i} und mehr davon\n" for i in range(200))
     (tmp_path / "pairs.tsv").write_text("".join(pairs), encoding="utf-8")
@@ -180,7 +180,7 @@ def test_settings_change_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
 def test_run_that_cannot_fit_is_exit_3_with_the_cheapest_changes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("regard.train.plan.free_memory", lambda device: 1 << 30)
+    monkeypatch.setattr("regard.training.plan.free_memory", lambda device: 1 << 30)
     large = ["--model.layers", "12", "--model.dim", "128", "--data.rows", "16384"]
     assert main(["plan", "lm.toml", *large]) == 3
     said = capsys.readouterr()
@@ -212,7 +212,7 @@ def test_model_that_is_too_large_to_tune_whole_is_tuned_in_part(
     )
     assert qlora < lora < whole
     for free, methods in ((lora, ["lora", "qlora"]), ((lora + qlora) // 2, ["qlora"])):
-        monkeypatch.setattr("regard.train.plan.free_memory", lambda device, free=free: free)
+        monkeypatch.setattr("regard.training.plan.free_memory", lambda device, free=free: free)
         told = planned(["tune.toml"], capsys, code=3)
         found = [change["settings"].get("adapt.method") for change in told["changes"]]
         assert found == methods
@@ -221,7 +221,7 @@ def test_model_that_is_too_large_to_tune_whole_is_tuned_in_part(
     # A run that begins counts what it holds already.
     held = sum(p.nbytes for p in regard.load("base").parameters())
     free = (lora + qlora) // 2 - held
-    monkeypatch.setattr("regard.train.plan.free_memory", lambda device: free)
+    monkeypatch.setattr("regard.training.plan.free_memory", lambda device: free)
     assert main(["train", "tune.toml"]) == 3
     assert "--adapt.method qlora (a small part learns" in capsys.readouterr().err
 
@@ -231,11 +231,11 @@ def test_model_that_is_too_large_to_tune_whole_is_tuned_in_part(
 def test_bf16_on_a_cpu_without_it_is_told_beside_fp32(
     fast: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("regard.train.plan.is_fast", lambda dtype: fast)
+    monkeypatch.setattr("regard.training.plan.is_fast", lambda dtype: fast)
     told = planned(["lm.toml", "--train.precision", "bf16"], capsys)
     assert (told["in_fp32"] is None) == fast
     assert planned(["lm.toml"], capsys)["in_fp32"] is None
-    monkeypatch.setattr("regard.train.plan.Forecast._fp32_step", lambda self, job: 1e-9)
+    monkeypatch.setattr("regard.training.plan.Forecast._fp32_step", lambda self, job: 1e-9)
     assert main(["plan", "lm.toml", "--train.precision", "bf16"]) == 0
     hint = "hint    this CPU does not multiply bf16"
     assert (hint in capsys.readouterr().out) == (not fast)
@@ -245,7 +245,7 @@ def test_bf16_on_a_cpu_without_it_is_told_beside_fp32(
 def test_full_disk_is_exit_3(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("regard.train.plan.free_disk", lambda folder: 1 << 20)
+    monkeypatch.setattr("regard.training.plan.free_disk", lambda folder: 1 << 20)
     assert main(["plan", "lm.toml"]) == 3
     assert "its checkpoints do not fit" in capsys.readouterr().err
 

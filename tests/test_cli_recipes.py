@@ -174,7 +174,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     makers["sums"] = partial(recipes.corpora.make_sums, count=30)
     monkeypatch.setattr(recipes, "MAKERS", makers)
     monkeypatch.setattr(recipes, "recipe", small)
-    monkeypatch.setattr("regard.train.plan.PROBED", 0.01)
+    monkeypatch.setattr("regard.training.plan.PROBED", 0.01)
 
 
 def began_from(run: Path) -> str:

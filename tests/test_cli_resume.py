@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from regard import recipes
 from regard.cli.main import main
 from regard.data.config import Data
-from regard.train.config import Config, as_toml, read
-from regard.train.measure import measure
-from regard.train.run import again
-from regard.train.trainer import Trainer
+from regard.training.config import Config, as_toml, read
+from regard.training.measure import measure
+from regard.training.run import again
+from regard.training.trainer import Trainer
 from tests.test_cli_train import home as home
 
 QUIET = ["--quiet", "--device", "cpu"]
@@ -190,7 +190,7 @@ def test_stop_in_a_long_evaluation_saves_first(
 
         return measure(*args, between=asked, **settings)
 
-    monkeypatch.setattr("regard.train.build.measured", watched)
+    monkeypatch.setattr("regard.training.build.measured", watched)
     for stop in (2, 99):  # batches of the evaluation after step 4, and samples
         shutil.rmtree(home / "parts", ignore_errors=True)
         calls.clear()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from regard.cli.main import main
-from regard.train.log import Log
-from regard.train.trainer import Progress
+from regard.training.log import Log
+from regard.training.trainer import Progress
 from tests.test_cli_train import home as home
 
 

@@ -21,9 +21,9 @@ from regard.layers import LM, MLP
 from regard.models import Tokens, TransformerConfig
 from regard.position import Rope
 from regard.presets import PRESETS
-from regard.train.config import ELSEWHERE, Config
-from regard.train.objectives import seq2seq
-from regard.train.tasks import TASKS
+from regard.training.config import ELSEWHERE, Config
+from regard.training.objectives import seq2seq
+from regard.training.tasks import TASKS
 from tests.test_cli_train import CONFIG, TEXT
 
 PLAIN = CONFIG.replace("max-len = 32\n", "")
@@ -34,7 +34,7 @@ FOLDER = 'task = "lm"\n[model]\nfolder = "start"\n[data]' + DATA
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("regard.train.plan.PROBED", 0.01)
+    monkeypatch.setattr("regard.training.plan.PROBED", 0.01)
     (tmp_path / "story.txt").write_text(TEXT, encoding="utf-8")
     (tmp_path / "story.toml").write_text(PLAIN, encoding="utf-8")
     return tmp_path

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from regard.cli.main import main
-from regard.train.run import BEFORE
+from regard.training.run import BEFORE
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 30
 SMALL = "layers = 1\ndim = 16\nheads = 2\nffn-dim = 32\n"

@@ -10,7 +10,7 @@ from regard.decode.sampling import beam_search
 from regard.errors import UsageError
 from regard.mask import Causal, Padding, Span, Visible
 from regard.position import Rope
-from regard.train.losses import IGNORE, masked_lm_loss, smooth, smoothed_loss
+from regard.training.losses import IGNORE, masked_lm_loss, smooth, smoothed_loss
 from tests.laws.mechanisms import DIM, decoder, ids
 
 close = torch.testing.assert_close

@@ -23,7 +23,7 @@ from regard.models import EncoderDecoderConfig, Tokens, Transformer, Transformer
 from regard.models.recurrent import BahdanauStep, Seq2SeqConfig
 from regard.models.transformer import TokenEmbedding
 from regard.position import Rope, Sinusoidal, rotate, sinusoid
-from regard.train.losses import causal_lm_loss, teacher_forcing
+from regard.training.losses import causal_lm_loss, teacher_forcing
 from tests.laws.mechanisms import DIM, VOCAB, context, decoder, ids, layer, stir
 from tests.worked.examples import Watch, run
 

@@ -17,8 +17,8 @@ import regard
 from regard.cli.main import main
 from regard.errors import Notice, UsageError
 from regard.files import resolve_model
-from regard.train.config import Config, check, configure
-from regard.train.finetune import decide
+from regard.training.config import Config, check, configure
+from regard.training.finetune import decide
 
 # Rows by a name, and what each kind of model makes of them.
 ROWS: dict[str, dict[str, Any]] = {

@@ -17,8 +17,8 @@ from regard.errors import UsageError
 from regard.labs.run import NAMES, cell, drawn, merged, read, stages
 from regard.models.base import parameters
 from regard.report.page import Block
-from regard.train.build import fresh
-from regard.train.config import configure
+from regard.training.build import fresh
+from regard.training.config import configure
 
 TEXT = "The quick brown fox jumps over the lazy dog; it was a bright day.\n" * 40
 # Lab -> variants that are tried, figures of its page.

@@ -44,15 +44,17 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "import regard\nregard.train; from regard.train.trainer import Trainer",
         "import regard.train.run\nimport regard.evaluate.run",
         "from regard import train, evaluate\nimport regard",
+        "import regard\nfrom regard.train import trainer as old\nassert old.__name__ == 'regard.training.trainer'",
     ],
 )
-def test_packages_can_be_called_in_any_order_of_imports(lines: str) -> None:
+def test_functions_keep_their_names_in_any_order_of_imports(lines: str) -> None:
+    """Former names of the packages that they live in among them."""
     script = f"""
 {lines}
 import inspect
-from regard.train.trainer import Trainer
-from regard.evaluate.run import Evaluation
-assert regard.Trainer is Trainer and regard.train.trainer.Trainer is Trainer
+from regard.training.trainer import Trainer
+from regard.evaluation.run import Evaluation
+assert regard.Trainer is Trainer and regard.training.trainer.Trainer is Trainer
 assert "callbacks" in inspect.signature(regard.train).parameters
 assert "metrics" in inspect.signature(regard.evaluate).parameters
 for call in (lambda: regard.train({{}}), lambda: regard.evaluate("nowhere", [])):
@@ -120,7 +122,7 @@ def test_callbacks_hear_every_event_and_a_run_goes_on(home: Path) -> None:
 
 
 def test_a_run_config_is_taken_as_it_is(home: Path) -> None:
-    config = regard.train.config.configure(LM)
+    config = regard.training.config.configure(LM)
     assert isinstance(config, regard.RunConfig)
     assert regard.train(config, "run", smoke=True).step == 3
     with pytest.raises(UsageError, match="is taken as it is"):

@@ -17,7 +17,7 @@ import regard
 from regard.cli import train as live
 from regard.cli.train import Display, Smoothed, evaluation_line
 from regard.errors import Fault, Notice, UsageError
-from regard.train.log import tracker
+from regard.training.log import tracker
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -80,7 +80,7 @@ def scores(model: str, folder: Path, home: Path, **more: Any) -> dict[str, Any]:
     """Every metric of every task, and every answer."""
     from lm_eval.tasks import TaskManager
 
-    import regard.evaluate.harness  # noqa: F401  registers the model
+    import regard.evaluation.harness  # noqa: F401  registers the model
 
     tasks = []
     for name, (settings, rows) in TASKS.items():
@@ -131,7 +131,7 @@ def test_scores_of_a_published_model(shared: Path, tmp_path: Path) -> None:
 
 
 def test_a_last_message_that_goes_on_is_left_open(tmp_path: Path) -> None:
-    from regard.evaluate.harness import Regard
+    from regard.evaluation.harness import Regard
 
     model = Regard(str(folder_of("gpt2", tmp_path / "model")))
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "It is "}]
@@ -140,7 +140,7 @@ def test_a_last_message_that_goes_on_is_left_open(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_is_one_sentence(tmp_path: Path) -> None:
-    from regard.evaluate.harness import Regard
+    from regard.evaluation.harness import Regard
 
     folder = folder_of("gpt2", tmp_path / "model")
     with pytest.raises(UsageError, match="name the model's folder: --model_args pretrained=FOLDER"):

@@ -17,10 +17,10 @@ from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError
 from regard.layers import Answer, Classify, Tag
 from regard.text import Tokenizer, needed
-from regard.train import measure as module
-from regard.train import objectives
-from regard.train.losses import Smoothing
-from regard.train.measure import Measured, context_of, measure, spread, translations
+from regard.training import measure as module
+from regard.training import objectives
+from regard.training.losses import Smoothing
+from regard.training.measure import Measured, context_of, measure, spread, translations
 from tests.text import tiny
 
 SMALL: dict[str, Any] = dict(layers=1, dim=16, heads=2, ffn_dim=24)

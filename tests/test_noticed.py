@@ -24,10 +24,10 @@ from regard.models.adapt import LoRA, LowRank, with_head
 from regard.models.start import Start, initialize
 from regard.moe import MoE
 from regard.position import Learned, RelativeBias, T5Bias
-from regard.train.checkpoint import Checkpoints
-from regard.train.objectives import balanced, causal
-from regard.train.parallel import SingleProcess
-from regard.train.trainer import machine
+from regard.training.checkpoint import Checkpoints
+from regard.training.objectives import balanced, causal
+from regard.training.parallel import SingleProcess
+from regard.training.trainer import machine
 from tests.decode.tiny import MODELS, answers, full, model, prompts, request, run
 from tests.train.toy import trainer
 

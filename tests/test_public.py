@@ -58,8 +58,7 @@ def test_type_checkers_know_every_public_name() -> None:
             found |= {alias.name: node.module for alias in node.names}
         elif isinstance(node, ast.Assign):
             listed = ast.literal_eval(node.value)
-    called = {name: f"regard.{name}.run" for name in ("evaluate", "train")}
-    assert found == {**regard._WHERE, **called, "presets": "regard"} and listed == regard.__all__
+    assert found == {**regard._WHERE, "presets": "regard"} and listed == regard.__all__
 
 
 def test_unknown_public_name_is_an_attribute_error() -> None:

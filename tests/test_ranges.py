@@ -21,7 +21,7 @@ from regard.models import CONFIGS
 from regard.models.adapt import LoRA
 from regard.position import Alibi, Linear, LongRope
 from regard.presets import PRESETS
-from regard.train.config import Config
+from regard.training.config import Config
 
 MARKS = Marks(50, mask=3, sentinels=(7, 8))
 # what no preset has: one sound example of each

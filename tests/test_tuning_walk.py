@@ -19,9 +19,9 @@ import torch
 import regard
 from regard.errors import Notice
 from regard.kernels.linear import is_fast
-from regard.train.config import configure
-from regard.train.finetune import decide
-from regard.train.plan import Forecast
+from regard.training.config import configure
+from regard.training.finetune import decide
+from regard.training.plan import Forecast
 from tests.documents import ROOT, SERVER, Session, pieces_of
 from tests.test_finetune import written
 from tests.wide import crossed, wide

@@ -154,7 +154,7 @@ def _joined(folder: Path, base: Path | None) -> Model:
 
 
 def save_adapter(model: Model, path: str | Path) -> Path:
-    """Write what `regard.train.config.adapted` lets learn, LoRA's matrices and the head, to a small folder that
+    """Write what `regard.training.config.adapted` lets learn, LoRA's matrices and the head, to a small folder that
     `regard.load` and PEFT read; whole or not at all. The model must come from a folder, and that folder must stay: it
     is named in adapter.json with its hashes, which are computed at the first call for a model."""
     path = Path(path)

@@ -97,8 +97,8 @@ def from_config(options: Options, folder: Path) -> Peek:
     if replace(options, batch=0, json=False) != Options(options.files[:1]):
         alone = "give it alone, with --batch and --json; other settings belong into it"
         raise UsageError(f"{options.files[0]} says how data is read: {alone}")
-    from regard.train.build import marks, read_data, start_of, tell_marks
-    from regard.train.config import check, read
+    from regard.training.build import marks, read_data, start_of, tell_marks
+    from regard.training.config import check, read
 
     config = read(Path(options.files[0]))
     check(config)
@@ -116,8 +116,8 @@ def from_files(options: Options, folder: Path) -> Peek:
     from regard.data.tokens import Coder
     from regard.files import resolve_model
     from regard.text import Tokenizer, needed
-    from regard.train.build import marks, tell_marks
-    from regard.train.tasks import TASKS
+    from regard.training.build import marks, tell_marks
+    from regard.training.tasks import TASKS
 
     reading, coder = options.reading.settings(), None
     task = task_of(options, reading) if options.task == "auto" else options.task

@@ -61,7 +61,7 @@ def run(options: Options) -> int:
     facts = machine(device)
     if options.model:
         from regard.decode.engine import Engine
-        from regard.evaluate.model import Opened
+        from regard.evaluation.model import Opened
 
         # What `regard generate` would run it with.
         facts["decoding"] = Engine(Opened(options.model).model, memory=2**26).explain()
@@ -90,8 +90,8 @@ def machine(device: torch.device) -> dict[str, str]:
 
     from regard.kernels.c import native
     from regard.machine import free_disk, free_memory, number, size
-    from regard.train.memory import Pass
-    from regard.train.plan import probe
+    from regard.training.memory import Pass
+    from regard.training.plan import probe
 
     built = "this torch was built without it" if torch.version.cuda is None else None
     where = f"cpu (no cuda: {built or 'torch finds no driver, or no device'})"
@@ -191,8 +191,8 @@ def one_step(device: torch.device) -> str:
     import torch
 
     from regard.data.feed import Batch
-    from regard.train.objectives import causal
-    from regard.train.optim import Optim, Optimizer
+    from regard.training.objectives import causal
+    from regard.training.optim import Optim, Optimizer
 
     model = tiny().to(device).train()
     ids = (torch.arange(17) % 7).repeat(4, 1).to(device)

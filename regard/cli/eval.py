@@ -22,7 +22,7 @@ from regard.errors import CHECK, DATA, RUN, Fault, UsageError
 from regard.files import write_whole
 
 if TYPE_CHECKING:
-    from regard.evaluate.model import Classifier, Ranking
+    from regard.evaluation.model import Classifier, Ranking
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Options:
 
 
 def run(options: Options) -> int:
-    from regard.evaluate.run import Shots, evaluate
+    from regard.evaluation.run import Shots, evaluate
     from regard.see.format import aligned, strict
-    from regard.train.measure import METRICS, better
+    from regard.training.measure import METRICS, better
 
     if options.min is not None and not math.isfinite(options.min):
         raise UsageError(f"--min is {options.min}; give a finite number")
@@ -106,7 +106,7 @@ def lm_eval(options: LmEvalOptions) -> int:
     from regard.data.read import needed
 
     needed("lm_eval", "regard lm-eval", "lm-eval")
-    from regard.evaluate.harness import main
+    from regard.evaluation.harness import main
 
     main(options.arguments)
     return 0
@@ -152,7 +152,7 @@ class EmbedOptions:
 
 
 def classify(options: ClassifyOptions) -> int:
-    from regard.evaluate.model import Classifier
+    from regard.evaluation.model import Classifier
 
     cli.check_counts(options, "top", "rows")
     cli.check_file(options.file)
@@ -203,7 +203,7 @@ def shown(ranking: Ranking, name: str, options: ClassifyOptions) -> str:
 def embed(options: EmbedOptions) -> int:
     import numpy as np
 
-    from regard.evaluate.model import Embedder, stacked
+    from regard.evaluation.model import Embedder, stacked
 
     cli.check_counts(options, "rows")
     if options.output is not None and not options.output.endswith(".npy"):
@@ -267,7 +267,7 @@ class AnswerOptions:
 
 
 def fill(options: FillOptions) -> int:
-    from regard.evaluate.model import fill
+    from regard.evaluation.model import fill
 
     cli.check_counts(options, "top")
     text = cli.given_text(options.text)
@@ -283,7 +283,7 @@ def fill(options: FillOptions) -> int:
 
 
 def answer(options: AnswerOptions) -> int:
-    from regard.evaluate.model import answer
+    from regard.evaluation.model import answer
 
     cli.check_counts(options, "longest")
     if options.question is None:

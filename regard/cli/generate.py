@@ -29,7 +29,7 @@ from regard.decode.settings import DEFAULTS, Result
 from regard.errors import DATA, Fault, UsageError, blaming
 
 if TYPE_CHECKING:
-    from regard.evaluate.model import Opened
+    from regard.evaluation.model import Opened
 
 Number = Annotated[float | None, arg(metavar="X")]
 Defaults = Literal["model", "plain"]
@@ -99,7 +99,7 @@ class Options:
 def run(options: Options) -> int:
     from regard.decode.defaults import settings_of
     from regard.decode.generate import Unanswered, answers, failed, stream
-    from regard.evaluate.model import notice_length
+    from regard.evaluation.model import notice_length
 
     given = settings_in(options)
     if (options.top_logprobs or options.prompt_logprobs) and not options.json:
@@ -150,7 +150,7 @@ def ids_in(text: str) -> list[int]:
 def read_prompt(opened: Opened, prompt: Any, options: Options) -> Any:
     """The prompt as the model reads it: of a model of pictures the one that it names."""
     from regard.data.read import Pictures
-    from regard.evaluate.model import check_reads_text
+    from regard.evaluation.model import check_reads_text
     from regard.models import Patches
 
     model = opened.plain
@@ -321,7 +321,7 @@ class Translator:
     """Lines in; what is printed for each, and its result, out."""
 
     def __init__(self, opened: Opened, options: TranslateOptions, given: dict[str, Any]):
-        from regard.evaluate.model import check_reads_text
+        from regard.evaluation.model import check_reads_text
         from regard.models.embedding import context
         from regard.see.align import cross_site
         from regard.text import needed
@@ -397,7 +397,7 @@ class ChatOptions:
 
 
 def chat(options: ChatOptions) -> int:
-    from regard.evaluate.model import check_reads_text
+    from regard.evaluation.model import check_reads_text
     from regard.text import needed, render_chat
     from regard.text.tokenizer import check_unicode
 

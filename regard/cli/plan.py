@@ -15,7 +15,7 @@ from regard.errors import DATA, ENVIRONMENT, Fault, UsageError, blaming
 if TYPE_CHECKING:
     import torch
 
-    from regard.train.plan import Forecast
+    from regard.training.plan import Forecast
 
 SLOW = 3600  # seconds after which a quicker config is pointed at
 OFTEN = 30  # passes over the data after which it is known by heart
@@ -48,8 +48,8 @@ class Options:
 
 def run(options: Options) -> int:
     from regard.machine import pick_device
-    from regard.train.config import read
-    from regard.train.plan import Forecast
+    from regard.training.config import read
+    from regard.training.plan import Forecast
 
     device, _ = pick_device(options.device)
     check_counts(options, "keep")
@@ -76,8 +76,8 @@ def folder_needs(path: str, device: torch.device) -> Needs:
     from regard.checkpoint import load
     from regard.machine import free_memory, number, size
     from regard.models.base import parameters
-    from regard.train.measure import context_of
-    from regard.train.plan import cache_bytes
+    from regard.training.measure import context_of
+    from regard.training.plan import cache_bytes
 
     with blaming(DATA):
         model = load(path, device="meta")
@@ -113,9 +113,9 @@ def rows_of(f: Forecast) -> list[Row]:
     from regard.checkpoint.hf import own_format
     from regard.machine import number, size
     from regard.models.base import parameters
-    from regard.train.build import notices
-    from regard.train.memory import trainable
-    from regard.train.plan import cache_bytes
+    from regard.training.build import notices
+    from regard.training.memory import trainable
+    from regard.training.plan import cache_bytes
 
     plan, train, model = f.plan, f.config.train, f.model
     count, learns = parameters(model), trainable(model)
@@ -148,7 +148,7 @@ def rows_of(f: Forecast) -> list[Row]:
 def time_of(f: Forecast) -> str:
     """How long it takes, and how that is known."""
     from regard.machine import duration, number
-    from regard.train.plan import EFFICIENCY
+    from regard.training.plan import EFFICIENCY
 
     train, device = f.config.train, f.device.type
     if f.step is None:
@@ -165,8 +165,8 @@ def time_of(f: Forecast) -> str:
 
 def figures_of(f: Forecast) -> dict[str, Any]:
     from regard.models.base import parameters
-    from regard.train.memory import trainable
-    from regard.train.plan import cache_bytes
+    from regard.training.memory import trainable
+    from regard.training.plan import cache_bytes
 
     plan, memory = f.plan, f.plan.memory
     names = ("tokens", "passes", "flops", "seconds", "speed", "in_fp32")

@@ -27,8 +27,8 @@ def run(options: Options) -> int:
     from regard.config import to_dict
     from regard.models.base import parameters
     from regard.presets import PRESETS, build
-    from regard.train.config import _written
-    from regard.train.trainer import flat
+    from regard.training.config import _written
+    from regard.training.trainer import flat
 
     if options.name is None:
         head = ("preset", "family", "layers", "dim", "heads", "vocab")

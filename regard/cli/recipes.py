@@ -98,7 +98,7 @@ def train(options: Options, name: str, to: Path) -> int:
     from regard.cli.train import Run
     from regard.cli.train import run as start
     from regard.recipes import stages
-    from regard.train.run import begun, finished
+    from regard.training.run import begun, finished
 
     home, smoke = Path("runs"), options.smoke
     folder, code = options.first, 0
@@ -124,7 +124,7 @@ def train(options: Options, name: str, to: Path) -> int:
 
 def there(place: Path) -> bool:
     """Whether a recipe was copied to this place, or its run has begun."""
-    from regard.train.run import begun
+    from regard.training.run import begun
 
     return place.with_name(f"{place.name}.toml").exists() or begun(Path("runs", place.name))
 

@@ -12,7 +12,7 @@ from regard.cli.flags import meanings
 from regard.config import Range, alternatives, to_dict, walk
 from regard.data.train_tokenizer import Recipe
 from regard.see.format import aligned
-from regard.train.config import Config, _written
+from regard.training.config import Config, _written
 
 Named = Callable[[type], str]
 Row = tuple[str, str, str, str]  # name, type, default, meaning

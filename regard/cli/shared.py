@@ -31,7 +31,7 @@ from regard.files import nearby
 from regard.see.format import aligned
 
 if TYPE_CHECKING:
-    from regard.evaluate.model import Opened
+    from regard.evaluation.model import Opened
 
 T = TypeVar("T")
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
@@ -151,7 +151,7 @@ def check_flags(arguments: list[str], flags: list[str], name: str, settable: boo
         close = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
         hint = f"did you mean {close[0]}?" if close else f"see regard {name} --help"
         if settable:
-            from regard.train.config import ELSEWHERE  # slow to import
+            from regard.training.config import ELSEWHERE  # slow to import
 
             ours = ELSEWHERE.get(flag.removeprefix("--").replace("-", "_"))
             # A setting has a dot in its name, a flag is one already.
@@ -223,7 +223,7 @@ def values(options: Any) -> dict[str, Any]:
 
 def open_model(folder: str, machine: Machine) -> Opened:
     """The model of a folder, ready to run as the flags say."""
-    from regard.evaluate.model import Opened
+    from regard.evaluation.model import Opened
 
     opened = Opened(folder, **dataclasses.asdict(machine))
     talk(opened.about)

@@ -88,20 +88,20 @@ class FinetuneOptions:
 
 
 def finetune(options: FinetuneOptions) -> int:
-    from regard.train.finetune import finetune as start
+    from regard.training.finetune import finetune as start
 
     return _shown(options, start, "model", "data", "output_dir")
 
 
 def run(options: Options) -> int:
-    from regard.train.run import train
+    from regard.training.run import train
 
     return _shown(options, train, "config", "output_dir")
 
 
 def _shown(options: Any, start: Callable[..., Any], *names: str) -> int:
     """Start a run with the options, those of these `names` in their order, and show it."""
-    from regard.train.run import again
+    from regard.training.run import again
 
     given = values(options)
     quiet, ordered = given.pop("quiet"), [given.pop(name) for name in names]

@@ -16,17 +16,17 @@ from regard.data.feed import Batch
 from regard.data.tokens import Coder
 from regard.decode.generate import engine_for, tokenizer_of
 from regard.decode.settings import Request, Settings
-from regard.evaluate.run import evaluate
+from regard.evaluation.run import evaluate
 from regard.machine import pick_device
 from regard.models import Model
 from regard.presets import build
 from regard.report.folder import read as read_report
 from regard.text import needed
-from regard.train.build import make_model
-from regard.train.config import Config as RunConfig
-from regard.train.config import read as read_config
-from regard.train.index_losses import densely, watching
-from regard.train.objectives import causal, causal_mask
+from regard.training.build import make_model
+from regard.training.config import Config as RunConfig
+from regard.training.config import read as read_config
+from regard.training.index_losses import densely, watching
+from regard.training.objectives import causal, causal_mask
 
 Figures = dict[str, dict[str, dict[Any, float]]]
 

@@ -36,13 +36,13 @@ from regard.recipes import MAKERS as RECIPES
 from regard.recipes.corpora import write
 from regard.report.page import Block, Figure, Series, as_html, bars, lines
 from regard.see.format import number, short, span
-from regard.train.build import fresh, read_data
-from regard.train.config import configure, toml
-from regard.train.log import parse
-from regard.train.memory import Job, Pass
-from regard.train.plan import reached, step_flops
-from regard.train.run import begun, train
-from regard.train.trainer import Callback
+from regard.training.build import fresh, read_data
+from regard.training.config import configure, toml
+from regard.training.log import parse
+from regard.training.memory import Job, Pass
+from regard.training.plan import reached, step_flops
+from regard.training.run import begun, train
+from regard.training.trainer import Callback
 
 Tables = dict[str, Any]
 Rows = dict[str, dict[str, list[float]]]  # row -> column -> one value per seed

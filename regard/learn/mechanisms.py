@@ -60,19 +60,19 @@ from regard.presets import build
 from regard.see.probe import Probe
 from regard.text import Tokenizer
 from regard.text import needed as at_hand
-from regard.train import losses
-from regard.train.checkpoint import Checkpoints
-from regard.train.measure import text_scores
-from regard.train.objectives import causal
-from regard.train.optim import SHAPES, Optim, Schedule, clip, noam
-from regard.train.trainer import Train, Trainer
+from regard.training import losses
+from regard.training.checkpoint import Checkpoints
+from regard.training.measure import text_scores
+from regard.training.objectives import causal
+from regard.training.optim import SHAPES, Optim, Schedule, clip, noam
+from regard.training.trainer import Train, Trainer
 
 ATTENTION, POOLING = "regard/attention/core.py", "regard/attention/pooling.py"
 HEADS, POSITION = "regard/attention/multihead.py", "regard/position.py"
 NUMBERS = "regard/learn/mechanisms.py"
 # Bytes of a number in half precision.
 HALF = 2
-FILTERS, LOSSES = "regard/decode/filters.py", "regard/train/losses.py"
+FILTERS, LOSSES = "regard/decode/filters.py", "regard/training/losses.py"
 SAMPLING = "regard/decode/sampling.py"
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -942,7 +942,7 @@ def label_smoothing(x: Numbers, label: int = 2, eps: float = 0.1) -> Tables:
     yield Table(f"eps = {eps:g}, label {label}", ["word", "logit", *columns], rows, "map q")
 
 
-@topic("regard/train/optim.py::Schedule", "regard/train/optim.py::noam")
+@topic("regard/training/optim.py::Schedule", "regard/training/optim.py::noam")
 def schedules(steps: Numbers, dim: int = 512, warmup: int = 4000) -> Tables:
     """How large should a step be, and when?
 
@@ -958,7 +958,7 @@ def schedules(steps: Numbers, dim: int = 512, warmup: int = 4000) -> Tables:
     yield Table(title, columns, rows, f"lines {columns[2]}")
 
 
-@topic("regard/train/optim.py::clip")
+@topic("regard/training/optim.py::clip")
 def clipping(x: Numbers = (3.0, 4.0, -12.0), size: float = 1.0) -> Tables:
     """What keeps one bad batch from throwing a model off?
 
@@ -971,7 +971,7 @@ def clipping(x: Numbers = (3.0, 4.0, -12.0), size: float = 1.0) -> Tables:
     yield Table.of(title, {"g": x, "clipped": weight.grad}, "lines")
 
 
-@topic("regard/train/measure.py::text_scores")
+@topic("regard/training/measure.py::text_scores")
 def bleu(text: str = "the cat sat on a mat", reference: str = "the cat sat on the mat") -> Tables:
     """How near is a translation to a human one?
 
@@ -1034,7 +1034,7 @@ class Count:
         return "counting"
 
 
-@topic("regard/train/trainer.py::Trainer.resume", "regard/train/trainer.py::Trainer")
+@topic("regard/training/trainer.py::Trainer.resume", "regard/training/trainer.py::Trainer")
 def resume(steps: int = 6) -> Tables:
     """Does a run that was stopped come to the same bits?
 

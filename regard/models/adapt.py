@@ -1,7 +1,7 @@
 """What fine-tuning changes in a finished model: its head, low-rank additions to its linear layers (LoRA), and the 4
 bits that those layers may be held in beside them (QLoRA).
 
-Training makes them (train/config.py), checkpoints keep them apart from the body (checkpoint/adapter.py).
+Training makes them (training/config.py), checkpoints keep them apart from the body (checkpoint/adapter.py).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from regard.report.folder import Run, Summary, summary
 from regard.report.page import Block, Figure, bars
 from regard.report.run import curves, headed
 from regard.see.format import aligned, clip, number, short, span, visible
-from regard.train.trainer import differences, flat
+from regard.training.trainer import differences, flat
 
 # The widest column of a value in a terminal.
 CELL = 44

@@ -13,7 +13,7 @@ from regard.errors import UsageError
 from regard.files import nearby
 from regard.report.page import Point
 from regard.see.format import number, short, span, strict
-from regard.train.log import WORDS
+from regard.training.log import WORDS
 
 FORMAT = 1
 TEXTS = "name task device device_name precision regard torch python commit data metric began ended"

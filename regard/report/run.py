@@ -20,9 +20,9 @@ from regard.report.page import Block, Figure, Series, heat, lines
 from regard.see.format import clip, number, short, span, visible
 from regard.see.look import Given, names, trace, writing
 from regard.text import needed
-from regard.train.config import toml
-from regard.train.measure import context_of
-from regard.train.run import launched
+from regard.training.config import toml
+from regard.training.measure import context_of
+from regard.training.run import launched
 
 # At most so many evaluations, sources of samples, steps of each, and points of a curve's table.
 ROWS, SOURCES, MOMENTS, POINTS = 40, 5, 6, 11

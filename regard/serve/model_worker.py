@@ -37,7 +37,7 @@ from regard.decode.engine import Engine
 from regard.decode.generate import special_of
 from regard.decode.settings import Event, Request, Result, Tops
 from regard.errors import VERSION, UsageError, nearest
-from regard.evaluate.model import Opened, loaded, patches_of
+from regard.evaluation.model import Opened, loaded, patches_of
 from regard.fast.invariant import invariant as steady
 from regard.files import resolve_model
 from regard.layers import LM, MLM, Classify

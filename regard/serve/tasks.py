@@ -21,7 +21,7 @@ from regard.decode.check import check_tokens, written
 from regard.decode.generate import special_of, translating
 from regard.decode.settings import Result
 from regard.errors import UsageError
-from regard.evaluate.model import Classifier, Embedder, Filler, embedded, grouped
+from regard.evaluation.model import Classifier, Embedder, Filler, embedded, grouped
 from regard.see.align import align, cross_site
 from regard.see.look import Given, named
 from regard.see.page import maps as exact_maps

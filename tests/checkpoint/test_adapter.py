@@ -18,7 +18,7 @@ from regard.cli.main import main
 from regard.errors import UsageError
 from regard.layers import LM, Classify, Tag
 from regard.models.adapt import classes_of, labels, low_ranks, merge, with_head
-from regard.train.config import Adapt, adapted
+from regard.training.config import Adapt, adapted
 
 TEXT: dict[str, Any] = dict(dim=24, layers=2, heads=3, ffn_dim=20, vocab=50, max_len=40)
 PRESETS: dict[str, dict[str, Any]] = {

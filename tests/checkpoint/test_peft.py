@@ -15,7 +15,7 @@ from regard.checkpoint import adapter, hf, save_adapter
 from regard.errors import UsageError
 from regard.layers import Classify
 from regard.models.adapt import low_ranks, with_head
-from regard.train.config import Adapt, adapted
+from regard.training.config import Adapt, adapted
 from tests.checkpoint.families import FEW, ONE_PER_FAMILY, Peer, batch, error, theirs
 from tests.wide import wide
 

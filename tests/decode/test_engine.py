@@ -272,6 +272,6 @@ def test_engine_and_trainer_ask_one_function_for_free_memory() -> None:
     """Within the limits of control groups; the engine once read the machine's whole memory."""
     from regard import machine
     from regard.decode import engine, generate
-    from regard.train import plan
+    from regard.training import plan
 
     assert engine.free_memory is generate.free_memory is plan.free_memory is machine.free_memory

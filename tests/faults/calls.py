@@ -133,7 +133,7 @@ def harm(folder: Path, act: Act) -> Child:
     """Go on in `folder`; its first write is traced."""
 
     def work(told: Tell) -> None:
-        from regard.train.checkpoint import Checkpoints
+        from regard.training.checkpoint import Checkpoints
 
         check, write = Checkpoints.check, Checkpoints.write
 

@@ -28,7 +28,7 @@ FILES = {"st_mtime", "st_ctime", "st_mtime_ns"}
 
 
 def clocks(family: Family) -> str:
-    for path in sorted((ROOT / "regard/train").glob("*.py")):
+    for path in sorted((ROOT / "regard/training").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
             wrong = WALL | (FILES if path.stem in ("keep", "trainer") else set())

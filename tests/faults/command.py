@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from regard.cli.main import main
-from regard.train.run import begun
+from regard.training.run import begun
 from tests.faults.farm import GRACE, NAP, ROOT, Broken, Child, Family, check, fork
 from tests.faults.spoil import HARMS
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from regard.train import checkpoint
+from regard.training import checkpoint
 from tests.faults.command import again, alike, home, whole
 from tests.faults.farm import (
     Broken,

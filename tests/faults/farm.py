@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from regard.train.checkpoint import Checkpoints, clean, locked
-from regard.train.optim import Optim
-from regard.train.trainer import Trainer
+from regard.training.checkpoint import Checkpoints, clean, locked
+from regard.training.optim import Optim
+from regard.training.trainer import Trainer
 from tests.train.toy import digest, trainer
 
 ROOT = Path(__file__).resolve().parents[2]

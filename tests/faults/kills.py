@@ -4,7 +4,7 @@ import shutil
 import signal
 import time
 
-from regard.train.optim import Optim
+from regard.training.optim import Optim
 from tests.faults.farm import (
     SETUPS,
     Family,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from regard.data.feed import Batch
-from regard.train.trainer import POLICIES, Diverged
+from regard.training.trainer import POLICIES, Diverged
 from tests.faults.farm import (
     SETUPS,
     Family,

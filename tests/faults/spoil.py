@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from regard.train.checkpoint import Checkpoints, fault
+from regard.training.checkpoint import Checkpoints, fault
 from tests.faults.farm import (
     Family,
     born,

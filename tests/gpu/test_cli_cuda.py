@@ -9,7 +9,7 @@ pytest.importorskip("tyro", reason="needs tyro, which the commands are made with
 pytest.importorskip("tokenizers", reason="needs tokenizers: pip install tokenizers")
 
 import regard
-from regard.evaluate.model import Opened
+from regard.evaluation.model import Opened
 from regard.machine import pick_device
 from regard.text import needed, render_chat
 from tests.test_cli import Done, call, folder

@@ -7,7 +7,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from regard.presets import build
-from regard.train.memory import Pass, activations
+from regard.training.memory import Pass, activations
 from tests.train.test_plan import MODELS
 
 pytestmark = pytest.mark.skipif(

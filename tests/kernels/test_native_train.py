@@ -14,7 +14,7 @@ from regard.fast.train import joined
 from regard.kernels.c import train as native_train
 from regard.kernels.c.train import bias_gelu, gelu_tanh, parted, takes_bias
 from regard.kernels.fused import fused
-from regard.train.objectives import causal
+from regard.training.objectives import causal
 
 pytestmark = pytest.mark.usefixtures("in_c")
 DTYPES = [torch.float32, torch.bfloat16]

@@ -11,7 +11,7 @@ from regard.attention import sparse as select
 from regard.attention.sparse import choose, fp8_dots, hadamard, index_scores, packed_fp8, to_fp8
 from regard.cache import LAYOUTS
 from regard.mask import Causal, Full, Span, Visible
-from regard.train.index_losses import divergence
+from regard.training.index_losses import divergence
 from tests.laws.mechanisms import DIM, MECHANISMS, OPTIONS, TIGHT, context, layer
 
 SPARSE = {n: c for n, c in MECHANISMS.items() if isinstance(c, DSA)}

@@ -10,7 +10,7 @@ import torch
 import regard
 from regard.data.feed import Batch
 from regard.see.probe import Probe
-from regard.train.objectives import seq2seq
+from regard.training.objectives import seq2seq
 
 START, END, FIRST, VOCAB = 0, 2, 3, 23
 SHORTEST, LONGEST = 3, 8

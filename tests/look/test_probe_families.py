@@ -17,7 +17,7 @@ from regard.models import EncoderDecoder
 from regard.models.embedding import PatchEmbedding
 from regard.models.recurrent import Seq2Seq
 from regard.see.probe import Probe
-from regard.train.objectives import causal, seq2seq
+from regard.training.objectives import causal, seq2seq
 from tests.checkpoint.test_native import tiny
 from tests.decode.test_lean import DECODERS, PAIRS, made, story
 from tests.wide import crossed, wide

@@ -17,9 +17,9 @@ import regard
 from regard.cli.main import main
 from regard.data.feed import IGNORE, Batch
 from regard.layers import Classify
-from regard.train.config import toml
-from regard.train.losses import NONE, Smoothing
-from regard.train.objectives import (
+from regard.training.config import toml
+from regard.training.losses import NONE, Smoothing
+from regard.training.objectives import (
     DPO,
     REWARDS,
     Prefer,
@@ -29,7 +29,7 @@ from regard.train.objectives import (
     label_logits,
     vocabulary_loss,
 )
-from regard.train.tasks import TASKS, Task
+from regard.training.tasks import TASKS, Task
 from tests.open.stranger import SIZES, added, config, decodes, home, promised
 
 # --- what the stranger's file has ---------------------------------------------------------------------------------
@@ -168,8 +168,8 @@ def test_added_task_is_planned_and_trained_from_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("regard.train.plan.PROBED", 0.01)
-    monkeypatch.setattr("regard.train.plan.MEASURED", 0.0)
+    monkeypatch.setattr("regard.training.plan.PROBED", 0.01)
+    monkeypatch.setattr("regard.training.plan.MEASURED", 0.0)
     settings = tables(tmp_path, "steady")
     Path("run.toml").write_text(toml(settings), encoding="utf-8")
     assert main(["plan", "run.toml"]) == 0 and "12 steps of " in capsys.readouterr().out
@@ -195,6 +195,6 @@ def test_wrong_setting_of_an_added_task_is_said_as_of_ours(tmp_path: Path) -> No
 
 
 def test_task_costs_as_many_files_as_the_architecture_says() -> None:
-    assert home(TASKS) == "regard/train/tasks.py"
-    own = "regard/train/steady.py"
+    assert home(TASKS) == "regard/training/tasks.py"
+    own = "regard/training/steady.py"
     assert len({own, home(TASKS)}) == promised("add a task")

@@ -39,7 +39,7 @@ def scores(model: str, args: dict[str, Any], names: list[str], home: Path) -> di
 
 
 def test_scores_over_http_are_those_of_the_adapter(tmp_path: Path) -> None:
-    import regard.evaluate.harness  # noqa: F401  registers the model
+    import regard.evaluation.harness  # noqa: F401  registers the model
 
     folder = folder_of("llama-3.2-1b", tmp_path / "model")
     local = {"pretrained": str(folder), "dtype": "fp32", "device": "cpu"}

@@ -27,11 +27,11 @@ from regard.errors import UsageError
 from regard.layers import LM, MLP
 from regard.models import Tokens, TransformerConfig
 from regard.position import Rope
-from regard.train import objectives
-from regard.train.checkpoint import Checkpoints, clean
-from regard.train.optim import Optim, Schedule
-from regard.train.parallel import Parallel, SingleProcess, team_of
-from regard.train.trainer import Train, Trainer
+from regard.training import objectives
+from regard.training.checkpoint import Checkpoints, clean
+from regard.training.optim import Optim, Schedule
+from regard.training.parallel import Parallel, SingleProcess, team_of
+from regard.training.trainer import Train, Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 23
@@ -175,7 +175,7 @@ def main(file: Path) -> None:
 
 def forked(file: Path, world: int) -> int:
     """What torchrun does, with one import of torch for all."""
-    import regard.train.parallel  # noqa: F401  it takes as long
+    import regard.training.parallel  # noqa: F401  it takes as long
 
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -16,9 +16,9 @@ from regard.errors import UsageError
 from regard.fast.train import checkpointed, precision
 from regard.layers import LM, MLM, Answer, Classify, Head, Tag
 from regard.models.adapt import LoRA, LowRank, low_ranks, merge, rounded, with_head
-from regard.train.config import Adapt, Config, adapted
-from regard.train.objectives import causal, classify
-from regard.train.optim import Optim, Optimizer, accumulate, clip
+from regard.training.config import Adapt, Config, adapted
+from regard.training.objectives import causal, classify
+from regard.training.optim import Optim, Optimizer, accumulate, clip
 
 TEXT: dict[str, Any] = dict(dim=24, layers=2, heads=3, ffn_dim=20, vocab=50, max_len=40)
 BODIES: dict[str, Callable[[], regard.Model]] = {

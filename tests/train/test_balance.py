@@ -13,10 +13,10 @@ import regard
 from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError
 from regard.moe import MixtureOfExperts, MoE
-from regard.train.checkpoint import Checkpoints
-from regard.train.objectives import BALANCE, balanced, causal, mixtures
-from regard.train.optim import Optim, accumulate, clip
-from regard.train.trainer import Train, Trainer
+from regard.training.checkpoint import Checkpoints
+from regard.training.objectives import BALANCE, balanced, causal, mixtures
+from regard.training.optim import Optim, accumulate, clip
+from regard.training.trainer import Train, Trainer
 from tests.train import toy
 
 EXPERTS = 4

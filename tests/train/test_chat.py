@@ -15,7 +15,7 @@ from regard.data.read import DataError
 from regard.data.tokens import Coder
 from regard.errors import UsageError
 from regard.text import CHATML, Tokenizer, encode_chat, learned_chat, needed
-from regard.train.build import ended
+from regard.training.build import ended
 from tests.text import tiny
 
 # The shapes of published templates; « and » stand where transformers' {% generation %} blocks would.

@@ -7,9 +7,9 @@ import pytest
 
 import regard
 from regard.errors import UsageError
-from regard.train.checkpoint import Checkpoints
-from regard.train.objectives import causal
-from regard.train.trainer import Trainer
+from regard.training.checkpoint import Checkpoints
+from regard.training.objectives import causal
+from regard.training.trainer import Trainer
 from tests.train.toy import Toy, config, model
 
 

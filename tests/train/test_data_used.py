@@ -10,7 +10,7 @@ import pytest
 from regard.data.config import GONE, KINDS, USED, Data, check_used, load
 from regard.data.read import DataError
 from regard.errors import UsageError
-from regard.train.config import configure
+from regard.training.config import configure
 
 VALUES: dict[str, Any] = {  # another value than the default, for every setting
     "weights": (1.0,),

@@ -6,9 +6,9 @@ import pytest
 import sacrebleu
 
 from regard.errors import UsageError
-from regard.train import measure as evaluate
-from regard.train.measure import METRICS, better, suited
-from regard.train.tasks import TASKS
+from regard.training import measure as evaluate
+from regard.training.measure import METRICS, better, suited
+from regard.training.tasks import TASKS
 
 TEXTS = ["the cat sat on the mat", "A dog runs in the Park .", "nothing at all"]
 REFERENCES = ["the cat sat on a mat", "a dog runs in the park .", "something else"]

@@ -13,7 +13,7 @@ from regard.data.image_feed import ImageFeed
 from regard.data.read import DataError
 from regard.data.shards import Column
 from regard.errors import UsageError
-from regard.train.objectives import seq2seq
+from regard.training.objectives import seq2seq
 from tests.train.test_feed import joined, same
 
 PAD, START, END = 0, 1, 2

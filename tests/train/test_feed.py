@@ -22,7 +22,7 @@ from regard.data.read import DataError
 from regard.data.shards import Column
 from regard.errors import UsageError
 from regard.mask import Causal, Documents
-from regard.train.objectives import causal
+from regard.training.objectives import causal
 
 ROOT = Path(__file__).resolve().parents[2]
 PAD, END = 0, 99

@@ -25,9 +25,9 @@ from regard.models import (
     TransformerConfig,
 )
 from regard.position import Sinusoidal
-from regard.train import losses
-from regard.train.losses import Smoothing, head_loss, masked_lm_loss, smoothed_loss
-from regard.train.objectives import vocabulary_loss
+from regard.training import losses
+from regard.training.losses import Smoothing, head_loss, masked_lm_loss, smoothed_loss
+from regard.training.objectives import vocabulary_loss
 
 V, M, N = 23, 8, 29
 SMOOTHINGS = [None, Smoothing(0.1), Smoothing(0.1, "V"), Smoothing(0.2, "V-2", padding=3)]

@@ -12,9 +12,9 @@ from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError
 from regard.mask import Causal, Span, Visible
 from regard.see.probe import Probe
-from regard.train import index_losses
-from regard.train.index_losses import dense_index, densely, divergence, sparse_index, watching
-from regard.train.objectives import causal
+from regard.training import index_losses
+from regard.training.index_losses import dense_index, densely, divergence, sparse_index, watching
+from regard.training.objectives import causal
 from tests.laws.mechanisms import MECHANISMS, TIGHT, decoder, ids
 
 SPARSE = [n for n, c in MECHANISMS.items() if isinstance(c, DSA)]

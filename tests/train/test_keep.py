@@ -10,7 +10,7 @@ import torch
 
 import regard
 from regard.errors import UsageError
-from regard.train.checkpoint import SPARE, Checkpoints, fault, whole
+from regard.training.checkpoint import SPARE, Checkpoints, fault, whole
 from tests.train.toy import model
 
 STATE = {"progress": {}, "best": None}

@@ -28,13 +28,13 @@ from regard.models import (
 )
 from regard.models.adapt import quantize, with_head
 from regard.position import T5Bias
-from regard.train import objectives
-from regard.train.checkpoint import Checkpoints
-from regard.train.config import Adapt, adapted
-from regard.train.index_losses import sparse_index
-from regard.train.objectives import causal, seq2seq
-from regard.train.optim import Optim, Optimizer
-from regard.train.trainer import Trainer
+from regard.training import objectives
+from regard.training.checkpoint import Checkpoints
+from regard.training.config import Adapt, adapted
+from regard.training.index_losses import sparse_index
+from regard.training.objectives import causal, seq2seq
+from regard.training.optim import Optim, Optimizer
+from regard.training.trainer import Trainer
 from tests.laws.mechanisms import DIM, STATES, TOWERS, VOCAB, decoder, ids
 from tests.train import toy
 from tests.train.toy import Toy

@@ -25,8 +25,8 @@ from regard.models import (
     TransformerConfig,
 )
 from regard.position import Rope, Sinusoidal
-from regard.train.losses import Smoothing, masked_lm_loss, smoothed_loss
-from regard.train.objectives import answer, causal, classify, masked, prefix, seq2seq
+from regard.training.losses import Smoothing, masked_lm_loss, smoothed_loss
+from regard.training.objectives import answer, causal, classify, masked, prefix, seq2seq
 
 V, M = 17, 12
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}  # float64

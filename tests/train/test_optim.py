@@ -21,9 +21,9 @@ from regard.models import Patches, Tokens, Transformer, TransformerConfig
 from regard.moe import MoE
 from regard.position import Learned, Rope
 from regard.presets import PRESETS
-from regard.train.index_losses import dense_index, sparse_index
-from regard.train.objectives import causal, masked
-from regard.train.optim import (
+from regard.training.index_losses import dense_index, sparse_index
+from regard.training.objectives import causal, masked
+from regard.training.optim import (
     OPTIMIZERS,
     Muon,
     Optim,
@@ -34,7 +34,7 @@ from regard.train.optim import (
     hidden,
     kinds,
 )
-from regard.train.parallel import Inside
+from regard.training.parallel import Inside
 from tests.tiny import tiny
 
 V, M = 17, 12

@@ -15,8 +15,8 @@ from regard.block import Tower
 from regard.errors import UsageError
 from regard.layers import LM, MLP
 from regard.models import Tokens, TransformerConfig
-from regard.train.checkpoint import Checkpoints
-from regard.train.parallel import DataParallel, Lost, Parallel, SingleProcess, lost, team_of
+from regard.training.checkpoint import Checkpoints
+from regard.training.parallel import DataParallel, Lost, Parallel, SingleProcess, lost, team_of
 from tests.train.ranks import Rows, Run, alive, done, gone, saved, work
 from tests.wide import wide
 
@@ -235,7 +235,7 @@ def test_parallel_says_what_is_possible() -> None:
     ],
 )
 def test_tensor_parallel_refuses_what_it_cannot_split(model: str, why: str) -> None:
-    from regard.train.parallel import check
+    from regard.training.parallel import check
 
     built = regard.build(model, layers=1, device="meta")
     with pytest.raises(UsageError, match=f"cannot split this model: {why}; choose ddp or fsdp"):
@@ -243,7 +243,7 @@ def test_tensor_parallel_refuses_what_it_cannot_split(model: str, why: str) -> N
 
 
 def test_tensor_parallel_names_the_degrees_that_fit() -> None:
-    from regard.train.parallel import check
+    from regard.training.parallel import check
 
     tower = Tower(24, 2, GQA(6, kv_heads=2), MLP(32))
     model = TransformerConfig(Tokens(23), tower, LM()).make()

@@ -18,8 +18,8 @@ from regard.machine import duration, free_disk, free_memory, number, size
 from regard.moe import MixtureOfExperts, MoE
 from regard.position import Rope
 from regard.presets import build
-from regard.train import plan as module
-from regard.train.memory import (
+from regard.training import plan as module
+from regard.training.memory import (
     OTHER,
     Job,
     Pass,
@@ -28,10 +28,10 @@ from regard.train.memory import (
     memory,
     optimizer_bytes,
 )
-from regard.train.objectives import causal
-from regard.train.optim import Optim, Optimizer
-from regard.train.plan import Plan, changes, drawn, refusal, shortage, step_flops
-from regard.train.trainer import Train
+from regard.training.objectives import causal
+from regard.training.optim import Optim, Optimizer
+from regard.training.plan import Plan, changes, drawn, refusal, shortage, step_flops
+from regard.training.trainer import Train
 from tests.train.toy import Toy, trainer
 from tests.wide import wide
 

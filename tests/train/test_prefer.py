@@ -21,8 +21,8 @@ from regard.errors import UsageError
 from regard.models.adapt import low_ranks, switched_off
 from regard.report import run as report
 from regard.text import CHATML
-from regard.train.config import Adapt, adapted
-from regard.train.objectives import FORMS, REWARDS, Prefer, Tally, prefer
+from regard.training.config import Adapt, adapted
+from regard.training.objectives import FORMS, REWARDS, Prefer, Tally, prefer
 from tests.train.test_chat import REPLY, USER, jsonl, tokenizer
 from tests.train.test_tasks import feed_for, model_for
 

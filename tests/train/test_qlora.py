@@ -18,8 +18,8 @@ from regard.errors import UsageError
 from regard.fast.train import precision
 from regard.kernels.linear import unpacked
 from regard.models.adapt import Int4Linear, low_ranks, merge, quantize
-from regard.train.config import Adapt, adapted
-from regard.train.objectives import causal
+from regard.training.config import Adapt, adapted
+from regard.training.objectives import causal
 from tests.wide import crossed, wide
 
 TEXT: dict[str, Any] = dict(dim=64, layers=2, heads=2, ffn_dim=96, vocab=50, max_len=40)
@@ -185,7 +185,7 @@ def test_layers_that_are_computed_again(
     layers: Any, again: list[int], home: Path, tmp_path: Path
 ) -> None:
     from regard.fast.train import Recomputed, checkpointed
-    from regard.train.trainer import Train
+    from regard.training.trainer import Train
 
     model: Any = regard.build("llama", **TEXT | dict(layers=3, kv_heads=1))
     model = checkpointed(model, layers) if layers else model

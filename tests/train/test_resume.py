@@ -14,11 +14,11 @@ from regard.config import to_dict
 from regard.data.feed import Batch
 from regard.errors import Notice, UsageError
 from regard.fast.train import PRECISIONS
-from regard.train.checkpoint import PROGRESS, STATE, Checkpoints, manifest
-from regard.train.config import read
-from regard.train.objectives import causal
-from regard.train.optim import OPTIMIZERS, Optim, Schedule
-from regard.train.trainer import FREE, RENAMED, Train, Trainer, changed, flat
+from regard.training.checkpoint import PROGRESS, STATE, Checkpoints, manifest
+from regard.training.config import read
+from regard.training.objectives import causal
+from regard.training.optim import OPTIMIZERS, Optim, Schedule
+from regard.training.trainer import FREE, RENAMED, Train, Trainer, changed, flat
 from tests.train.test_trainer import finished, same
 from tests.train.toy import KINDS, Toy, trainer
 from tests.wide import crossed, wide

@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 from regard.errors import UsageError
-from regard.train.optim import SHAPES, Schedule, noam
-from regard.train.trainer import Train
+from regard.training.optim import SHAPES, Schedule, noam
+from regard.training.trainer import Train
 
 PLANS = {
     "noam": Schedule("noam", 100, 10),

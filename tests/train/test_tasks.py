@@ -27,12 +27,12 @@ from regard.models import (
     TransformerConfig,
 )
 from regard.position import Rope, Sinusoidal
-from regard.train.checkpoint import Checkpoints
-from regard.train.config import Config
-from regard.train.measure import measure
-from regard.train.optim import Optim, Schedule, accumulate
-from regard.train.tasks import TASKS
-from regard.train.trainer import Train, Trainer
+from regard.training.checkpoint import Checkpoints
+from regard.training.config import Config
+from regard.training.measure import measure
+from regard.training.optim import Optim, Schedule, accumulate
+from regard.training.tasks import TASKS
+from regard.training.trainer import Train, Trainer
 from tests.train.toy import weights
 from tests.wide import wide
 

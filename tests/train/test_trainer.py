@@ -15,9 +15,9 @@ from regard.data.feed import Batch, seed_of
 from regard.errors import UsageError
 from regard.kernels.c import native
 from regard.kernels.c import train as native_train
-from regard.train.checkpoint import Checkpoints, clean, fault, locked
-from regard.train.objectives import causal
-from regard.train.trainer import Diverged, Trainer
+from regard.training.checkpoint import Checkpoints, clean, fault, locked
+from regard.training.objectives import causal
+from regard.training.trainer import Diverged, Trainer
 from tests.train.toy import Toy, trainer, weights
 from tests.wide import crossed
 
@@ -39,7 +39,7 @@ def finished(folder: Path, **changes: Any) -> Trainer:
 
 @pytest.mark.parametrize("name, precision", crossed(["adamw", "muon"], ["fp32", "bf16"]))
 def test_resume_is_bitwise_equal(tmp_path: Path, precision: str, name: str) -> None:
-    from regard.train.optim import Optim
+    from regard.training.optim import Optim
 
     changes = {"precision": precision, "optim": Optim(name, lr=3e-3)}
     want = finished(tmp_path / "whole", **changes)

@@ -15,10 +15,10 @@ from regard.data.feed import IGNORE, Batch, Objective
 from regard.layers import LM, MLP, Classify
 from regard.models import Tokens, TransformerConfig
 from regard.position import Learned
-from regard.train import objectives
-from regard.train.checkpoint import Checkpoints
-from regard.train.optim import Optim, Schedule
-from regard.train.trainer import Train, Trainer
+from regard.training import objectives
+from regard.training.checkpoint import Checkpoints
+from regard.training.optim import Optim, Schedule
+from regard.training.trainer import Train, Trainer
 
 VOCAB = 23
 SMALL = dict(layers=1, dim=16, heads=2, ffn_dim=32, vocab=VOCAB, dropout=0.1)

@@ -9,7 +9,7 @@ from regard.attention.core import online
 from regard.attention.pooling import KERNELS, kernel_weights, one_loop, pool, regress, two_loops
 from regard.attention.scores import Additive, Bilinear, Dot, ScaledDot
 from regard.learn.mechanisms import dot_moments, saturation, softmax_jacobian
-from regard.train.losses import masked_lm_loss
+from regard.training.losses import masked_lm_loss
 from tests.worked.examples import Example, fill
 
 

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from regard.decode.filters import top_k, top_p
 from regard.decode.sampling import beam_search, greedy
 from regard.mask import Causal, Span, Visible
-from regard.train.losses import (
+from regard.training.losses import (
     IGNORE,
     causal_lm_loss,
     masked_lm_loss,
@@ -18,7 +18,7 @@ from regard.train.losses import (
     smoothed_loss,
     teacher_forcing,
 )
-from regard.train.optim import clip, noam
+from regard.training.optim import clip, noam
 from tests.worked.examples import Example
 
 

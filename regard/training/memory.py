@@ -24,10 +24,10 @@ from regard.layers import LMHead
 from regard.models import EncoderDecoderConfig, Patches, TransformerConfig
 from regard.models.embedding import context
 from regard.moe import MixtureOfExperts
-from regard.train.losses import CHUNK
-from regard.train.objectives import table
-from regard.train.optim import hidden
-from regard.train.trainer import Train
+from regard.training.losses import CHUNK
+from regard.training.objectives import table
+from regard.training.optim import hidden
+from regard.training.trainer import Train
 
 # Bytes of libraries, and what the allocator keeps.
 OTHER = 300 << 20
@@ -118,7 +118,7 @@ def optimizer_bytes(model: nn.Module, train: Train) -> int:
 
 
 def head_bytes(model: Any, run: Pass, learned: float = 1.0) -> int:
-    """The vocabulary's head, see regard.train.losses: logits of a chunk, the gradients of what comes in and of the
+    """The vocabulary's head, see regard.training.losses: logits of a chunk, the gradients of what comes in and of the
     weight; a tied weight gets a second one from the embedding."""
     head = getattr(model, "head", None)
     if not isinstance(head, LMHead):

@@ -23,8 +23,8 @@ from regard.attention.sparse import SparseAttention, Spread, choose, dots_exact,
 from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError
 from regard.mask import Visible
-from regard.train.losses import NONE, Smoothing
-from regard.train.objectives import causal_mask, vocabulary_loss
+from regard.training.losses import NONE, Smoothing
+from regard.training.objectives import causal_mask, vocabulary_loss
 
 M = TypeVar("M", bound=nn.Module)
 # Scores of main attention or index heads that are made at a time, chosen for speed.

@@ -36,19 +36,19 @@ from regard.data.shards import Column
 from regard.data.tokens import Coder
 from regard.decode.generate import GREEDY, generate, tokenizer_of
 from regard.errors import DATA, Fault, UsageError, blaming
-from regard.evaluate import model as opening
-from regard.evaluate.model import Embedder, Opened
+from regard.evaluation import model as opening
+from regard.evaluation.model import Embedder, Opened
 from regard.fast.cpu import Prepared, prepare
 from regard.layers import LM, MLM, Answer, Classify, Tag
 from regard.machine import pick_device
 from regard.models import Model
 from regard.models.adapt import class_names
 from regard.text import needed
-from regard.train import measure as measuring
-from regard.train.finetune import PAIR
-from regard.train.losses import masked_lm_loss
-from regard.train.measure import WRITING, Measured, measure, perplexity, suited, translations
-from regard.train.tasks import TASKS
+from regard.training import measure as measuring
+from regard.training.finetune import PAIR
+from regard.training.losses import masked_lm_loss
+from regard.training.measure import WRITING, Measured, measure, perplexity, suited, translations
+from regard.training.tasks import TASKS
 
 SEED = 0  # of the masks of a masked language model
 ROW = 1024  # tokens of a language model's row, if its context is longer

@@ -36,15 +36,15 @@ from regard.models.adapt import class_names, labels, with_head, with_labels, wit
 from regard.presets import PRESETS, build
 from regard.text import CHATML, Tokenizer, needed, special_ids
 from regard.text.chat import strange_marks
-from regard.train.checkpoint import Checkpoints, whole
-from regard.train.config import Config, recipe_of
-from regard.train.index_losses import sparse_layers
-from regard.train.measure import context_of
-from regard.train.measure import measure as measured
-from regard.train.objectives import REWARDS, Tally
-from regard.train.parallel import SingleProcess
-from regard.train.tasks import SENTINELS, TASKS
-from regard.train.trainer import Figures, Measure, Trainer, flat
+from regard.training.checkpoint import Checkpoints, whole
+from regard.training.config import Config, recipe_of
+from regard.training.index_losses import sparse_layers
+from regard.training.measure import context_of
+from regard.training.measure import measure as measured
+from regard.training.objectives import REWARDS, Tally
+from regard.training.parallel import SingleProcess
+from regard.training.tasks import SENTINELS, TASKS
+from regard.training.trainer import Figures, Measure, Trainer, flat
 
 TEMPLATE = "chat_template.jinja"
 CARRIED = ("tokenizer.json", "tokenizer_config.json", TEMPLATE, "chat_template.json")

@@ -20,7 +20,7 @@ from regard.mask import Causal, Documents, Mask, Prefix
 from regard.models.adapt import low_ranks, switched_off
 from regard.models.recurrent import Recurrent
 from regard.moe import MixtureOfExperts, balance_loss
-from regard.train.losses import (
+from regard.training.losses import (
     NONE,
     Smoothing,
     at_least_float32,

@@ -18,7 +18,7 @@ from regard.layers import LabelHead, LMHead
 from regard.models.adapt import chooses
 from regard.models.embedding import PatchEmbedding, TokenEmbedding
 from regard.position import PositionVectors, RelativeBias
-from regard.train.objectives import table
+from regard.training.objectives import table
 
 # --- the learning rate over time ----------------------------------------------------------------------------------
 #

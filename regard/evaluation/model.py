@@ -31,7 +31,7 @@ from regard.models import Model, Patches, Transformer
 from regard.models.adapt import class_names
 from regard.models.transformer import mean_real
 from regard.text import needed
-from regard.train.measure import best_spans, context_of
+from regard.training.measure import best_spans, context_of
 
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}

@@ -12,7 +12,7 @@ from regard.data.corrupt import Corruption, DrawPrefix, Infill, MaskTokens, Span
 from regard.data.feed import Batch
 from regard.layers import Answer, Classify, Tag
 from regard.mask import Mask
-from regard.train import index_losses, objectives
+from regard.training import index_losses, objectives
 
 # What T5 calls them.
 SENTINELS = tuple(f"<extra_id_{i}>" for i in range(100))

@@ -16,11 +16,11 @@ from regard.errors import DATA, UsageError, blaming, check_choice, notice
 from regard.files import resolve_model
 from regard.machine import pick_device
 from regard.text import Tokenizer
-from regard.train.build import kind_of
-from regard.train.config import METHODS, value_of
-from regard.train.measure import context_of
-from regard.train.run import RunResult, train
-from regard.train.tasks import TASKS
+from regard.training.build import kind_of
+from regard.training.config import METHODS, value_of
+from regard.training.measure import context_of
+from regard.training.run import RunResult, train
+from regard.training.tasks import TASKS
 
 Names = Mapping[str, tuple[str, ...]]
 

@@ -28,8 +28,8 @@ from regard.fast import train as memory
 from regard.models import Model
 from regard.models.embedding import Tokens, context
 from regard.text import Tokenizer, needed
-from regard.train.objectives import REWARDS, Tally, label_logits, padding
-from regard.train.tasks import TASKS, Task
+from regard.training.objectives import REWARDS, Tally, label_logits, padding
+from regard.training.tasks import TASKS, Task
 
 # Kinds of data whose answers are labels, and whose answers are texts.
 LABELLED, WRITING = ("classify", "image", "tag", "answer"), ("seq2seq", "caption")

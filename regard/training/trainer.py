@@ -22,11 +22,11 @@ from regard.errors import UsageError, check_choice, nearest
 from regard.fast import train as fast
 from regard.kernels.c import native
 from regard.moe import update_bias
-from regard.train.checkpoint import Checkpoints
-from regard.train.measure import METRICS, better
-from regard.train.objectives import Tally, balanced, mixtures
-from regard.train.optim import Optim, Optimizer, Schedule, accumulate, clip
-from regard.train.parallel import Parallel, SingleProcess
+from regard.training.checkpoint import Checkpoints
+from regard.training.measure import METRICS, better
+from regard.training.objectives import Tally, balanced, mixtures
+from regard.training.optim import Optim, Optimizer, Schedule, accumulate, clip
+from regard.training.parallel import Parallel, SingleProcess
 
 POLICIES = ("stop", "skip")
 SKIPS = 10  # steps one after the other that are left out at most: more are no bad luck

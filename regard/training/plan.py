@@ -26,15 +26,15 @@ from regard.kernels.linear import is_fast
 from regard.layers import LMHead
 from regard.machine import free_disk, free_memory, size
 from regard.models.base import pair_flops, weight_flops
-from regard.train.build import fresh, make_model, start_of
-from regard.train.checkpoint import SPARE, Checkpoints
-from regard.train.config import Config as RunConfig
-from regard.train.config import check, recipe_of
-from regard.train.measure import context_of
-from regard.train.memory import Job, Pass, memory, optimizer_bytes, trainable
-from regard.train.parallel import Parallel
-from regard.train.tasks import TASKS
-from regard.train.trainer import SKIPS, Trainer
+from regard.training.build import fresh, make_model, start_of
+from regard.training.checkpoint import SPARE, Checkpoints
+from regard.training.config import Config as RunConfig
+from regard.training.config import check, recipe_of
+from regard.training.measure import context_of
+from regard.training.memory import Job, Pass, memory, optimizer_bytes, trainable
+from regard.training.parallel import Parallel
+from regard.training.tasks import TASKS
+from regard.training.trainer import SKIPS, Trainer
 
 # How much of the speed of plain products training reaches.
 EFFICIENCY = {"cpu fp32": 0.6, "cpu bf16": 0.3, "cuda fp32": 0.6, "cuda bf16": 0.4}

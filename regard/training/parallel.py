@@ -35,8 +35,8 @@ from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError, check_choice
 from regard.layers import FeedForward
 from regard.models.adapt import low_ranks
-from regard.train.checkpoint import SHARDS, TENSORS
-from regard.train.index_losses import sparse_layers
+from regard.training.checkpoint import SHARDS, TENSORS
+from regard.training.index_losses import sparse_layers
 
 MODES = ("ddp", "fsdp", "tensor")
 # That processes wait for the first to evaluate or save; deaths are noticed by `Heartbeat`.

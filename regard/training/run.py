@@ -32,15 +32,15 @@ from regard.data.config import Data
 from regard.errors import DATA, ENVIRONMENT, RUN, VERSION, Fault, UsageError, blaming, notice
 from regard.files import write_over, write_whole
 from regard.machine import pick_device
-from regard.train.build import assemble
-from regard.train.checkpoint import clean, locked
-from regard.train.config import Config as RunConfig
-from regard.train.config import as_toml, check, configure, read, rooted
-from regard.train.log import Log, parse, tracker
-from regard.train.optim import Schedule
-from regard.train.parallel import Lost, team_of
-from regard.train.plan import refusal
-from regard.train.trainer import Callback, Diverged, Trainer, differences, flat
+from regard.training.build import assemble
+from regard.training.checkpoint import clean, locked
+from regard.training.config import Config as RunConfig
+from regard.training.config import as_toml, check, configure, read, rooted
+from regard.training.log import Log, parse, tracker
+from regard.training.optim import Schedule
+from regard.training.parallel import Lost, team_of
+from regard.training.plan import refusal
+from regard.training.trainer import Callback, Diverged, Trainer, differences, flat
 
 OURS = {"lock", "run.json"}  # a run's folder has one of these
 BEFORE = {"lock", "data", "tokenizer", ".tokenizer", "config.toml"}  # there before the first step

@@ -13,7 +13,7 @@ from typing import Any
 from regard.data.read import needed
 from regard.errors import ENVIRONMENT, Fault, UsageError, nearest, notice
 from regard.files import naming, write_whole
-from regard.train.trainer import Callback, Progress, flat
+from regard.training.trainer import Callback, Progress, flat
 
 UNWRITTEN = ("warning", "checkpoint")  # of what is told: it depends on where a run was stopped
 TRACKERS = ("tensorboard", "wandb", "trackio")

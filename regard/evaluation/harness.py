@@ -17,11 +17,11 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 
 from regard.decode.generate import generate
 from regard.errors import DATA, Fault, UsageError, nearest
-from regard.evaluate.model import Opened, padded
-from regard.evaluate.run import task_of
+from regard.evaluation.model import Opened, padded
+from regard.evaluation.run import task_of
 from regard.text import needed
 from regard.text.chat import render_chat
-from regard.train.measure import context_of
+from regard.training.measure import context_of
 
 ROWS = 16  # where batch_size is auto
 CONTEXT = 2048  # of a model without a limit, as lm-eval has it

@@ -28,11 +28,11 @@ from regard.files import nearby
 from regard.layers import LMHead
 from regard.models import Model
 from regard.models.adapt import LoRA, body_linears, chooses, inject, quantize
-from regard.train.losses import NONE, Smoothing
-from regard.train.measure import suited
-from regard.train.objectives import DPO, Prefer
-from regard.train.tasks import TASKS
-from regard.train.trainer import GONE, RENAMED, Train, flat
+from regard.training.losses import NONE, Smoothing
+from regard.training.measure import suited
+from regard.training.objectives import DPO, Prefer
+from regard.training.tasks import TASKS
+from regard.training.trainer import GONE, RENAMED, Train, flat
 
 METHODS = ("full", "frozen", "lora", "qlora")
 QUERIES_AND_VALUES = ("wq", "wv", "w_uq", "w_ukv")  # of GQA, and of MLA

@@ -1,0 +1,1 @@
+"""A trained model on data: measured, or asked for labels or vectors."""

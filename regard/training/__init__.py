@@ -1,0 +1,1 @@
+"""How models learn: tasks and losses, the step and the loop, the run and its folder."""
