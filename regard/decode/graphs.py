@@ -802,6 +802,6 @@ class SlotLane(Lane):
                     if row.request.mask is not None:
                         row.error = f"{BROKEN}, or {NOTHING}"
                 else:
-                    self.events += row.say(token, logprob, listed[i] if count else [])
+                    self.events += row.append_token(token, logprob, listed[i] if count else [])
             if self.prefix and slot.state is not State.FINISHED and row.error is None:
                 self._publish(slot, slot.pages)

@@ -92,7 +92,7 @@ class Row:
         number = request.number if request.key is None else request.key
         return number * 1024 + self.sample
 
-    def say(self, token: int, logprob: float, tops: Tops) -> list[Event]:
+    def append_token(self, token: int, logprob: float, tops: Tops) -> list[Event]:
         """One token more, and whether the answer ends with it: an end token is no event."""
         self.ids.append(token)
         self.logprobs.append(logprob)
@@ -125,7 +125,7 @@ class Row:
         if not words.any():
             self.finish = "stop"
 
-    def back(self, said: int) -> None:
+    def rollback(self, said: int) -> None:
         """As it was when it had said so many tokens."""
         del self.ids[said:], self.logprobs[said:], self.tops[said:]
         self.finish, self.error, self.index, self.keys = "", None, None, []

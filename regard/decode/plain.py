@@ -365,7 +365,7 @@ class PlainLane(Lane):
             if bad or token < 0:
                 row.finish, row.error = "error", BROKEN if bad else NOTHING
             else:
-                self.events += row.say(token, logprob, best_ones)
+                self.events += row.append_token(token, logprob, best_ones)
 
     def columns(self, vocab: int, device: torch.device) -> Columns:
         """The settings of the samples."""

@@ -369,7 +369,7 @@ class Scheduler:
         self.deadlines.update(before.deadlines)
         self.scores.update(before.scores)
         for row, size in before.lengths:
-            row.back(size)
+            row.rollback(size)
 
     def blame(self, short: bool) -> int | None:
         """After a step that raised, for want of memory where it was `short`: the number of the request that ran alone.

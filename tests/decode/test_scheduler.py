@@ -44,7 +44,7 @@ class Counting(Lane):
                     self._say(s)
 
     def _say(self, slot: Slot) -> None:
-        self.events += slot.row.say(slot.row.size, 0.0, [])
+        self.events += slot.row.append_token(slot.row.size, 0.0, [])
 
     def step(self) -> None:
         for slot in [s for s in self.slots if s.asked and not s.over]:
