@@ -61,7 +61,7 @@ PADDED = 4  # places that prompts of different lengths may be laid out in, for e
 
 # Tokens, their log probabilities, and where asked for the best ones and theirs; what tells that they have arrived;
 # and which lines are whose.
-Flight = tuple[tuple[list[Tensor], Any], list[tuple["Slot", int, int]]]
+Inflight = tuple[tuple[list[Tensor], Any], list[tuple["Slot", int, int]]]
 
 
 class Runner:
@@ -542,7 +542,7 @@ class SlotLane(Lane):
         self.edits: dict[tuple[int, int], int] = {}  # pages by (row, place) of the runner's table
         self.idle: list[int] = []
         self.new: dict[int, Row] = {}  # rows whose settings the runner does not know
-        self.flying: Flight | None = None
+        self.inflight: Inflight | None = None
         self.fed = set[Slot]()  # whose last token is fed
         runner.lane = weakref.ref(self)
 
@@ -601,7 +601,7 @@ class SlotLane(Lane):
     def clear(self) -> None:
         """After a fault: no row, and nothing on its way."""
         self.free, self.slots, self.edits, self.idle = list(range(self.runner.places)), [], {}, []
-        self.flying, self.new, self.events, self.fed = None, {}, [], set()
+        self.inflight, self.new, self.events, self.fed = None, {}, [], set()
         self.runner.reset()
 
     # --- one step ---
@@ -612,8 +612,8 @@ class SlotLane(Lane):
         if not masked:
             return
         # In this order: when the round before has been read, nobody reads its masks any more.
-        self._land()
-        self._know()
+        self._collect()
+        self._upload_settings()
         room, vocab = self.runner.columns.room(), self.runner.columns.vocab
         for slot in masked:
             # What follows a first token is asked when the host has read it.
@@ -621,7 +621,7 @@ class SlotLane(Lane):
                 continue
             slot.row.allowed(room[slot.index], vocab)
 
-    def _know(self) -> None:
+    def _upload_settings(self) -> None:
         """The settings of new rows, to the runner."""
         if self.new:
             self.runner.columns.put(list(self.new), list(self.new.values()))
@@ -629,12 +629,12 @@ class SlotLane(Lane):
 
     def step(self) -> None:
         """Start the next chunk of prompts and the next round; read the round before while they run."""
-        self._know()
+        self._upload_settings()
         self._encode()
         self._feed()
         launched = self._launch()
-        self._land()
-        self.flying = launched
+        self._collect()
+        self.inflight = launched
 
     def _reserve(self, slot: Slot, tokens: int) -> None:
         """Pages for so many tokens of a slot."""
@@ -716,7 +716,7 @@ class SlotLane(Lane):
         other.pages = slot.pages.fork(size)
         return other.pages.own(-1) if size % self.pool.page else None
 
-    def _launch(self) -> Flight | None:
+    def _launch(self) -> Inflight | None:
         """The next round."""
         wanted = [s for s in self.slots if s.left or s.state is State.PREFILL]
         live = [s for s in wanted if s.asked and not s.row.finish]
@@ -776,12 +776,12 @@ class SlotLane(Lane):
         self.runner.place(self.edits, [i for i in self.idle if i not in busy])
         self.edits, self.idle = {}, []
 
-    def _land(self) -> None:
+    def _collect(self) -> None:
         """Read the round before; what a row said after its end is dropped."""
-        if self.flying is None:
+        if self.inflight is None:
             return
-        ((log, logp, *tops), event), lines = self.flying
-        self.flying = None
+        ((log, logp, *tops), event), lines = self.inflight
+        self.inflight = None
         if event is not None:
             event.synchronize()
         tokens, logprobs = log.T.tolist(), logp.T.tolist()

@@ -211,12 +211,12 @@ class SearchLane(SlotLane):
         self.runner.place(self.edits, self.idle)
         self.edits, self.idle = {}, []
 
-    def _land(self) -> None:
-        if self.flying is None:
+    def _collect(self) -> None:
+        if self.inflight is None:
             return
-        flying: Any = self.flying
-        texts, live, broken, event, groups = flying
-        self.flying = None
+        inflight: Any = self.inflight
+        texts, live, broken, event, groups = inflight
+        self.inflight = None
         if event is not None:
             event.synchronize()
         for g in (g for g in groups if g.state is not State.FINISHED):
