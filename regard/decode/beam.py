@@ -18,7 +18,7 @@ from torch import Tensor
 
 from regard.cache import BlockTable
 from regard.decode.lane import BROKEN, Slot, State
-from regard.decode.sampling import RENORMALIZE, RULES, Columns, adjusted, ruled, used_by
+from regard.decode.sampling import RENORMALIZE, RULES, SamplingTensors, adjusted, ruled, used_by
 from regard.decode.settings import Request, Result, Settings
 from regard.kernels.c.rows import choose as best_of
 from regard.kernels.triton.sample import largest
@@ -185,7 +185,7 @@ class Search:
         # Whose rules and columns these are: they are made anew when requests come or go.
         self.known: list[Group] = []
         self.rules: Rules
-        self.columns: Columns | None = None
+        self.columns: SamplingTensors | None = None
 
     def begin(self, new: list[Group], logits: Tensor) -> None:
         """Requests whose prompts are through, by logits (rows V). Their beams have read the same, so that none takes
@@ -232,7 +232,7 @@ class Search:
             return best_of(logits, many, *banned)
         if self.known != groups or self.columns is None:
             rows = [g.row for g in groups for _ in range(self.shape.beams)]
-            self.columns = Columns(len(rows), logits.shape[1], logits.device)
+            self.columns = SamplingTensors(len(rows), logits.shape[1], logits.device)
             self.columns.put(range(len(rows)), rows)
         return best_of(logits, 1)[0], logits, None
 

@@ -32,7 +32,7 @@ from regard.decode.sampling import (
     MOST_ENDS,
     RULES,
     TOPS,
-    Columns,
+    SamplingTensors,
     best_n,
     choose,
     scored,
@@ -113,7 +113,7 @@ class Runner:
         )
         # The log probability of the first token of a row, which its prompt's pass chose.
         self.first = zeros(rows, kind=torch.float32)
-        self.columns = Columns(rows, len(self.fast.head.product.weight), self.device)
+        self.columns = SamplingTensors(rows, len(self.fast.head.product.weight), self.device)
         # The best tokens of each line of the log, and their log probabilities; and those of the first.
         k = min(MOST_TOPS, self.columns.vocab)
         self.tops = [zeros(look + 1, rows, k), zeros(look + 1, rows, k, kind=torch.float32)]

@@ -21,7 +21,16 @@ from regard.decode.beam import Group, Search, Shape
 from regard.decode.check import written
 from regard.decode.graphs import source_size
 from regard.decode.lane import BROKEN, NOTHING, SLICE, Lane, Row, Scores, Slot, State, unscored
-from regard.decode.sampling import MASK, RULES, TOPS, Columns, choose, ruled, scored, used_by
+from regard.decode.sampling import (
+    MASK,
+    RULES,
+    TOPS,
+    SamplingTensors,
+    choose,
+    ruled,
+    scored,
+    used_by,
+)
 from regard.decode.settings import Request, Result
 from regard.decode.speculate import Draft, padded
 from regard.fast.cpu import Prepared
@@ -48,7 +57,7 @@ class PlainLane(Lane):
         self.single: list[int] = []  # their rows
         self.cache: Any = None
         self.searches: dict[Shape, Search] = {}
-        self._columns: Columns | None = None
+        self._columns: SamplingTensors | None = None
 
     def caches(self) -> list[Cache]:
         """Of the rows that write, and of texts that are begun."""
@@ -367,10 +376,10 @@ class PlainLane(Lane):
             else:
                 self.events += row.append_token(token, logprob, best_ones)
 
-    def columns(self, vocab: int, device: torch.device) -> Columns:
+    def columns(self, vocab: int, device: torch.device) -> SamplingTensors:
         """The settings of the samples."""
         if self._columns is None:
-            self._columns = Columns(len(self.samples), vocab, device)
+            self._columns = SamplingTensors(len(self.samples), vocab, device)
             self._columns.put(range(len(self.samples)), [slot.row for slot in self.samples])
         return self._columns
 

@@ -148,7 +148,7 @@ def used_by(s: Settings, first: int, last: int) -> frozenset[str]:
     return found if "held" not in found or held(s, first, last) else found - {"held"}
 
 
-class Columns:
+class SamplingTensors:
     """Settings of n rows as columns (n 1), and what they say of single tokens (n V): made when some row first uses
     them, and from then on where they are."""
 
