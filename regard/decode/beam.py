@@ -141,7 +141,7 @@ class Group(Slot):
         return self.closed
 
     @property
-    def homes(self) -> list[int]:
+    def slot_ids(self) -> list[int]:
         k = len(self.own)
         return list(range(self.index * k, (self.index + 1) * k))
 

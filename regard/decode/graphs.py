@@ -194,7 +194,7 @@ class Runner:
         that follow there, whose log probabilities (and the best ones, and theirs) are given."""
         pages = replace(self.pages, stores=self.pool.stores, pack=pack)
         # Every token is a row that sees the source of its prompt.
-        memory = self.memory and self.sources(pack.homes[pack.row], pack.sizes.source)
+        memory = self.memory and self.sources(pack.slot_ids[pack.row], pack.sizes.source)
         hidden = self.hidden(pack.ids[None], pack.pos[None], pages, True, memory)
         found = []
         for first in range(0, len(wanted), SLICE):
@@ -276,7 +276,7 @@ class Runner:
         edits = [
             (row, i, number, m.size - 1)
             for m in memories
-            for row in m.homes
+            for row in m.slot_ids
             for i, number in enumerate(m.pages)
         ]
         assert self.memory is not None and self.memory.pos is not None
@@ -524,7 +524,7 @@ class Memory:
 
     request: Request
     size: int
-    homes: list[int]  # its rows
+    slot_ids: list[int]  # its rows
     pages: BlockTable
     ready: bool = False
 
@@ -568,9 +568,9 @@ class SlotLane(Lane):
         for slot in self.slots[-len(rows) :]:
             slot.memory, self.new[slot.index] = memory, slot.row
 
-    def _memory(self, request: Request, homes: list[int]) -> Memory | None:
+    def _memory(self, request: Request, slot_ids: list[int]) -> Memory | None:
         size = source_size(self.runner.fast, request)
-        return Memory(request, size, homes, BlockTable(self.pool)) if size else None
+        return Memory(request, size, slot_ids, BlockTable(self.pool)) if size else None
 
     def _adopt(self, slot: Slot) -> None:
         keys = self._adoptable(slot)
@@ -592,8 +592,8 @@ class SlotLane(Lane):
         slot.state = State.DRAINING
         self._forget(slot)
         if slot.memory is not None:
-            slot.memory.homes = [i for i in slot.memory.homes if i not in slot.homes]
-            if not slot.memory.homes:
+            slot.memory.slot_ids = [i for i in slot.memory.slot_ids if i not in slot.slot_ids]
+            if not slot.memory.slot_ids:
                 slot.memory.pages.release()
         self.idle.append(slot.index)
         insort(self.free, slot.index)
@@ -709,7 +709,7 @@ class SlotLane(Lane):
 
     def _part(self, slot: Slot, size: int, ends: Sequence[tuple[int, int]] = ()) -> Part:
         tokens, source = slot.text[slot.fed : slot.fed + size], slot.memory and slot.memory.size
-        return Part(tokens, slot.fed, slot.pages, ends, slot.homes[0], source or 0)
+        return Part(tokens, slot.fed, slot.pages, ends, slot.slot_ids[0], source or 0)
 
     def _share(self, slot: Slot, other: Slot, size: int) -> tuple[int, int] | None:
         """A sample's pages, up to so many tokens; what is to be copied, as both write to one that is not full."""

@@ -228,7 +228,7 @@ class Slot:
         return [s for s in self.siblings if s.state is not State.FINISHED]
 
     @property
-    def homes(self) -> list[int]:
+    def slot_ids(self) -> list[int]:
         """The rows of a step that are its own."""
         return [self.index]
 

@@ -153,8 +153,8 @@ class SearchLane(SlotLane):
         self.runner.grow(len(row.request.ids) + size, size)
         Lane.admit(self, rows, keys)
         group = self.slots[-1]
-        group.memory = self._memory(row.request, group.homes)
-        self.new |= dict.fromkeys(group.homes, row)
+        group.memory = self._memory(row.request, group.slot_ids)
+        self.new |= dict.fromkeys(group.slot_ids, row)
 
     def _release(self, slot: Slot) -> None:
         assert isinstance(slot, Group)
@@ -163,7 +163,7 @@ class SearchLane(SlotLane):
             pages.release()
 
     def _forget(self, slot: Slot) -> None:
-        gone = set(slot.homes)
+        gone = set(slot.slot_ids)
         self.edits = {at: page for at, page in self.edits.items() if at[0] not in gone}
 
     def results(self, i: int, why: str = "") -> list[Result]:
@@ -186,10 +186,10 @@ class SearchLane(SlotLane):
         for g in live:
             end = g.asked + min(steps, g.left)
             if not g.asked and not g.own[0]:
-                for row in g.homes:
+                for row in g.slot_ids:
                     for i, number in enumerate(g.pages):
                         self.edits[row, i * page] = number, min(page, len(g.text) - i * page)
-            for row, own in zip(g.homes, g.own, strict=True):
+            for row, own in zip(g.slot_ids, g.own, strict=True):
                 have = len(own)
                 if have * page < end:
                     own.reserve(end)

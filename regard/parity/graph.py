@@ -83,7 +83,7 @@ class GraphRun(Runner):
             cells = [(rows[i], real[i], 1) if i in real else (0, 0, 0) for i in range(len(ids))]
             self.watcher.cells = self.watcher.last = Cells(cells, 1)
         else:
-            three = (pack.homes.tolist(), pack.starts.tolist(), pack.totals.tolist())
+            three = (pack.slot_ids.tolist(), pack.starts.tolist(), pack.totals.tolist())
             # Behind the last one it comes again.
             texts = dict.fromkeys(zip(*three, strict=True))
             parts = [(rows[i], start, end - start) for i, start, end in texts]

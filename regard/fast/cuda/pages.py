@@ -121,13 +121,13 @@ class Pages:
             assert self.pos is not None
             return {name: x[: len(self.pos)] for name, x in mine.items()}
         new = pack.starts == 0
-        return {name: x[pack.homes].masked_fill(_as(new, x), 0) for name, x in mine.items()}
+        return {name: x[pack.slot_ids].masked_fill(_as(new, x), 0) for name, x in mine.items()}
 
     def put(self, state: dict[str, Tensor], past: Any) -> None:
         """`past`, what takes tokens back, is not asked for here."""
         for name, x in self.states[self.index].items():
             if self.pack is not None:
-                x[self.pack.homes] = state[name].to(x.dtype)
+                x[self.pack.slot_ids] = state[name].to(x.dtype)
             else:
                 assert self.live is not None
                 old = x[: len(self.live)]
@@ -136,7 +136,7 @@ class Pages:
     def part(self) -> None:
         """The prompts' last states, to every row that goes on from them."""
         assert self.pack is not None
-        source = self.pack.homes[self.pack.row[self.pack.last]]
+        source = self.pack.slot_ids[self.pack.row[self.pack.last]]
         for states in self.states:
             for x in states.values():
                 x[self.pack.rows] = x[source]

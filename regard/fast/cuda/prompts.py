@@ -117,7 +117,7 @@ class Pack:
     table: Tensor  # (n places) each prompt's pages,
     starts: Tensor  # (n) how much of its text the cache has
     totals: Tensor  # (n) and will have,
-    homes: Tensor  # (n) and a row that has its state or knows its source
+    slot_ids: Tensor  # (n) and a row that has its state or knows its source
     ends: Tensor  # (n + 1) where each begins end to end, and the last ends
     last: Tensor  # (e) the last token of those that are through,
     rows: Tensor  # (e) where each goes on,
