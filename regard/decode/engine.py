@@ -22,7 +22,7 @@ import torch
 from regard.cache import CacheSpec, OutOfPages, Pool, alike, taken_back
 from regard.decode.beam import Shape
 from regard.decode.check import check, check_draft, check_drafted, check_pages, context_of
-from regard.decode.graphs import Runner, SlotLane, runner_of, source_length, source_size, why_plain
+from regard.decode.graphs import GraphLane, Runner, runner_of, source_length, source_size, why_plain
 from regard.decode.lane import Lane, Row
 from regard.decode.plain import PlainLane, SinksLane, WindowLane, streams
 from regard.decode.scheduler import Scheduler
@@ -96,7 +96,7 @@ class Engine:
         )
         self.scores = self.scheduler.scores
         given: Any = (self.prefix, self.chunk, self.scores)
-        self.slots = None if slots is None else SlotLane(slots, *given)
+        self.slots = None if slots is None else GraphLane(slots, *given)
         self.searches: dict[Any, SearchLane] = {}  # slots of beams, by their shape
         # Whether texts past the context go on in a cache that forgets, if they are to keep their first tokens.
         self.streams = self.longest is not None and streams(model)
@@ -338,7 +338,7 @@ class Engine:
         kind = {WINDOW: WindowLane, SINKS: SinksLane}.get(key or "", PlainLane)
         return kind(self.model, self.specs, self.where, **options)
 
-    def _graphs(self) -> list[SlotLane]:
+    def _graphs(self) -> list[GraphLane]:
         return [] if self.slots is None else [self.slots, *self.searches.values()]
 
 

@@ -41,7 +41,7 @@ from regard.decode.sampling import (
 )
 from regard.decode.settings import MOST_TOPS, Request, Settings, Tops
 from regard.fast.cpu import Prepared
-from regard.fast.cuda import Normed, Pages, SlotContext, Stream, decoder, inner, why_not
+from regard.fast.cuda import GraphContext, Normed, Pages, Stream, decoder, inner, why_not
 from regard.fast.cuda.prompts import RECORDED, Pack, Part, flat, sizes_of, two, up
 from regard.fast.cuda.record import Recorder, send
 from regard.kernels.triton.linear import MOST
@@ -139,7 +139,7 @@ class Runner:
         x = Stream(
             getattr(fast, fast.words)(ids, span).flatten(0, 1).contiguous(), wide, self.kernels
         )
-        ctx, cross = SlotContext(span, Causal()), memory and SlotContext(span, Full())
+        ctx, cross = GraphContext(span, Causal()), memory and GraphContext(span, Full())
         return getattr(fast, fast.writer)(x, ctx, cross, caches=(pages, memory))
 
     def logits(self, width: int, bound: int, far: int) -> Tensor:
@@ -529,7 +529,7 @@ class Memory:
     ready: bool = False
 
 
-class SlotLane(Lane):
+class GraphLane(Lane):
     """Rows of any sampling settings in the slots of a runner."""
 
     def __init__(

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from regard.cache import BlockTable
 from regard.decode.beam import Beams, Group, Rules, Shape, select
-from regard.decode.graphs import SHORTEST, Runner, SlotLane, by_token
+from regard.decode.graphs import SHORTEST, GraphLane, Runner, by_token
 from regard.decode.lane import BROKEN, Lane, Row, Slot, State
 from regard.decode.sampling import used_by
 from regard.decode.settings import Request, Result, Settings
@@ -135,7 +135,7 @@ class SearchRunner(Runner):
         self.place({}, list(range(self.places)))
 
 
-class SearchLane(SlotLane):
+class SearchLane(GraphLane):
     """Requests of one shape, each by its own settings. What is read before the first step is a prompt without its last
     token."""
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from regard.attention.protocol import Context, Mechanism
 from regard.attention.sparse import SparseAttention
 from regard.fast.cuda.pages import Pages
-from regard.fast.cuda.parts import SlotIndexer
+from regard.fast.cuda.parts import GraphIndexer
 from regard.fast.cuda.residual import Normed, Stream, tensor
 from regard.fast.specialise import Row, Specialise, mixed, share
 from regard.layers import Add, FeedForward
@@ -126,7 +126,7 @@ class WatchedSparse(WatchedMechanism, SparseAttention):
         return self.watcher.choice(super().choice, scores, *rest)
 
 
-class WatchedIndexer(Watched, SlotIndexer):
+class WatchedIndexer(Watched, GraphIndexer):
     def best(self, scores: Tensor, step: Pages) -> Tensor:
         spots, (keys,) = super().best(scores, step), step.mine
         page, there = keys.shape[1], step.chosen(spots.shape[1])
@@ -200,7 +200,7 @@ def watch(model: M, watcher: Watcher) -> M:
             return None
         kind = WatchedSparse if isinstance(plain, SparseAttention) else WatchedMechanism
         parts = {"add": added(plain.add, name, what, source)}
-        if isinstance(getattr(plain, "indexer", None), SlotIndexer):
+        if isinstance(getattr(plain, "indexer", None), GraphIndexer):
             parts["indexer"] = part(WatchedIndexer, plain.indexer, name, source)
         new = part(kind, plain, f"{name}{what} ", source, **parts)
         new.cross = what == "cross-attention"

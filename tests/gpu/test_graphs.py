@@ -14,7 +14,7 @@ import regard
 from regard.attention.sparse import choose, dots_exact, fp8_dots, index_scores, packed_fp8
 from regard.decode import graphs
 from regard.decode.engine import Engine
-from regard.decode.graphs import Runner, SlotLane
+from regard.decode.graphs import GraphLane, Runner
 from regard.decode.settings import Request, Settings
 from regard.kernels.triton import attention as gpu_attention
 from regard.kernels.triton import dense as gpu_dense
@@ -79,7 +79,7 @@ def made(model: regard.Model, rows: int, kernels: bool) -> Engine:
     assert engine.slots is not None and engine.pool is not None
     if not kernels:
         runner = Runner(model, engine.pool, rows, 512, kernels=False)
-        engine.slots = SlotLane(runner, True, engine.chunk)
+        engine.slots = GraphLane(runner, True, engine.chunk)
     return engine
 
 

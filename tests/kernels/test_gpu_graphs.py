@@ -350,7 +350,7 @@ def test_what_has_no_graph_says_why() -> None:
     model = build("gqa")
     assert "it is on cpu, not on a GPU" in Engine(model).explain()
     told = Engine(model, runner="graph", rows=5).explain()
-    assert "8 slots over 1,024 pages of 16 tokens" in told and "SlotAttention" in told
+    assert "8 slots over 1,024 pages of 16 tokens" in told and "GraphAttention" in told
 
 
 def test_states_are_inside_the_memory() -> None:
@@ -377,9 +377,9 @@ def test_parts_without_a_kernel_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(gpu_attention, "ready", lambda x: True)
     monkeypatch.setattr(gpu_experts, "ready", lambda x: True)
     for name, words in (
-        ("value_dim", "SlotAttention, by torch's operations: heads of 32 and 24 features"),
-        ("qwen3_next", "SlotDelta, by torch's operations: its state has no kernel"),
-        ("deepseek_moe", "SlotExperts, by torch's operations: its router"),
+        ("value_dim", "GraphAttention, by torch's operations: heads of 32 and 24 features"),
+        ("qwen3_next", "GraphDelta, by torch's operations: its state has no kernel"),
+        ("deepseek_moe", "GraphExperts, by torch's operations: its router"),
     ):
         assert words in cuda.decoder(build(name)).explain()
     assert "by torch" not in cuda.decoder(build("gpt_oss")).explain()

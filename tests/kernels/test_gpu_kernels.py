@@ -757,7 +757,7 @@ def test_gpu_sparse_decoder_gives_the_plain_logits(monkeypatch: pytest.MonkeyPat
     model = small("dsa")
     text = torch.randint(0, 97, (31,)).tolist()
     engine = Engine(model, runner="graph", rows=1)
-    assert "SlotSparse" in engine.explain()
+    assert "GraphSparse" in engine.explain()
     assert largest_gap(engine, [text], 4) < BOUND
 
 

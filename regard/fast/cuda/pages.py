@@ -183,7 +183,7 @@ def _as(rows: Tensor, x: Tensor) -> Tensor:
 
 
 @dataclass
-class SlotContext(Context):
+class GraphContext(Context):
     """Angles come from a table: a graph may not wait for numbers that the host makes."""
 
     def angles(self, rope: Rope, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

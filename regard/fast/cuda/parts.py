@@ -142,16 +142,16 @@ class Cuda(Specialise):
         return self.made[id(m)]
 
     def cross(self, m: Any) -> nn.Module:
-        new = self.copy(m, SlotCross)
+        new = self.copy(m, GraphCross)
         new.first, new.out = self.product(m.wq), self.product(m.wo)
         new.both = self.product(m.wk, m.wv)
-        self.rows[type(m).__name__, "SlotCross"] += 1
+        self.rows[type(m).__name__, "GraphCross"] += 1
         return new
 
     def attention(self, m: Any) -> nn.Module:
         if why := self.unlike(m.wq, m.wk, m.wv, m.wo, m.wg) or self.no_distance:
             return self.generic(m, why)
-        new, c = self.copy(m, SlotAttention), m.config
+        new, c = self.copy(m, GraphAttention), m.config
         gate = [] if m.wg is None else [m.wg]
         new.first, new.out = self.product(m.wq, m.wk, m.wv, *gate), self.product(m.wo)
         why = "" if new.fast(m.wk.weight) else f"heads of {m.d} and {m.e} features"
@@ -167,7 +167,7 @@ class Cuda(Specialise):
     def experts(self, m: Any) -> nn.Module:
         if why := self.unlike(m.router):
             return self.generic(m, why)
-        new = self.copy(m, SlotExperts)
+        new = self.copy(m, GraphExperts)
         biases = None if m.gate_bias is None else (m.gate_bias, m.up_bias, m.down_bias)
         act, limit = m.config.activation, m.config.limit
         new.all = Experts(m.gate, m.up, m.down, biases, act, limit)
@@ -179,7 +179,7 @@ class Cuda(Specialise):
     def latent(self, m: Any) -> nn.Module:
         if why := self.unlike(m.w_dq, m.w_uq, m.w_dkv, m.w_ukv, m.wo) or self.no_bias:
             return self.generic(m, why)
-        new = self.copy(m, SlotLatent)
+        new = self.copy(m, GraphLatent)
         query = m.w_uq if m.w_dq is None else m.w_dq
         new.first, new.first_width = self.product(query, m.w_dkv), (len(query.weight), m.c, m.r)
         new.second = None if m.w_dq is None else self.product(m.w_uq)
@@ -190,7 +190,7 @@ class Cuda(Specialise):
         return new
 
     def indexer(self, m: Any) -> nn.Module:
-        new = self.copy(m, SlotIndexer)
+        new = self.copy(m, GraphIndexer)
         new.product, new.kernels = self.product(m.wq), self.kernels
         return new
 
@@ -207,7 +207,7 @@ class Cuda(Specialise):
             why = why or f"it chooses keys for a {type(m.attention).__name__}"
         if why:
             return self.generic(m, why)
-        new, attention = self.copy(m, SlotSparse), m.attention
+        new, attention = self.copy(m, GraphSparse), m.attention
         if isinstance(attention, LatentAttention):
             query = attention.w_uq if attention.w_dq is None else attention.w_dq
             new.attention.first = self.product(query, attention.w_dkv, m.indexer.wk)
@@ -216,7 +216,7 @@ class Cuda(Specialise):
     def delta(self, m: Any) -> nn.Module:
         if why := self.unlike(m.wo):
             return self.generic(m, why)
-        new = self.copy(m, SlotDelta)
+        new = self.copy(m, GraphDelta)
         new.out, new.note = self.product(m.wo), self.note(m.wo.weight, "its state has no kernel")
         return new
 
@@ -224,7 +224,7 @@ class Cuda(Specialise):
         if why := self.unlike(m.gate, m.up, m.down):
             return self.generic(m, why)
         both = [m.up] if m.gate is None else [m.gate, m.up]
-        new = self.copy(m, SlotFeedForward)
+        new = self.copy(m, GraphFeedForward)
         new.first = self.product(*both, act=m.config.activation, gated=m.gate is not None)
         new.out = self.product(m.down)
         return new
@@ -250,7 +250,7 @@ def decoder(model: Model, kernels: bool = True) -> Any:
     plain: Any = model
     maker, head = Cuda(kernels, getattr(plain, plain.writer).relative), plain.head
     weight = getattr(plain, plain.words).weight
-    parts = {"head": maker.copy(head, SlotHead)}
+    parts = {"head": maker.copy(head, GraphHead)}
     if plain.reads_source:
         parts |= {"source": plain.source, "encoder": plain.encoder}
         maker.rows["Stack", "plain: the encoder reads a source once"] += 1
@@ -261,7 +261,7 @@ def decoder(model: Model, kernels: bool = True) -> Any:
     return new
 
 
-class SlotHead(LMHead):
+class GraphHead(LMHead):
     product: Product
 
     def features(self, h: Any) -> Any:
@@ -278,7 +278,7 @@ class SlotHead(LMHead):
         return super().capped(logits).masked_fill(logits == -torch.inf, -torch.inf)
 
 
-class SlotFeedForward(FeedForward):
+class GraphFeedForward(FeedForward):
     first: Product
     out: Product
 
@@ -289,7 +289,7 @@ class SlotFeedForward(FeedForward):
         return added(self.add, self.out, h, residual)
 
 
-class SlotExperts(MixtureOfExperts):
+class GraphExperts(MixtureOfExperts):
     """Experts by grouped products; without kernels every expert reads every token, as a graph needs fixed shapes."""
 
     all: Experts
@@ -336,7 +336,7 @@ class Asked:
     more: Tensor | None = None
 
 
-class SlotAttention(GroupedQueryAttention):
+class GraphAttention(GroupedQueryAttention):
     """Grouped-query attention; its pages hold k (g d) and v (g e)."""
 
     first: Product
@@ -427,7 +427,7 @@ class SlotAttention(GroupedQueryAttention):
         return added(self.add, self.out, o, residual)
 
 
-class SlotCross(SlotAttention):
+class GraphCross(GraphAttention):
     """Attention to a source, of which every token of a step sees all; `remember` puts it into its pages."""
 
     both: Product
@@ -451,7 +451,7 @@ class SlotCross(SlotAttention):
         slots.store(self.as_heads(k, self.k_norm), v.unflatten(-1, (self.g, self.e)))
 
 
-class SlotLatent(LatentAttention):
+class GraphLatent(LatentAttention):
     """MLA, absorbed: queries meet the latents themselves; its pages hold latents (c) and rotary keys (r)."""
 
     first: Product  # of these widths: queries or their latent, latent, rotary key; and what others read
@@ -546,7 +546,7 @@ class SlotLatent(LatentAttention):
         return added(self.add, self.out, o, residual)
 
 
-class SlotDelta(GatedDeltaRule):
+class GraphDelta(GatedDeltaRule):
     """The gated delta rule as it is, its states in the rows' places."""
 
     out: Product
@@ -568,7 +568,7 @@ class SlotDelta(GatedDeltaRule):
         return added(self.add, self.out, o.flatten(1), residual)
 
 
-class SlotIndexer(Indexer):
+class GraphIndexer(Indexer):
     """Its pages hold index keys."""
 
     product: Product
@@ -632,7 +632,7 @@ class SlotIndexer(Indexer):
         return table.gather(1, at // page) * page + at % page
 
 
-class SlotSparse(SparseAttention):
+class GraphSparse(SparseAttention):
     """DSA: every token's index key is scored, and the attention in it looks at the best; its pages hold what that one's
     do, and index keys."""
 
