@@ -41,7 +41,7 @@ from regard.decode.sampling import (
 )
 from regard.decode.settings import MOST_TOPS, Request, Settings, Tops
 from regard.fast.cpu import Prepared
-from regard.fast.cuda import GraphContext, Normed, Pages, Stream, decoder, inner, why_not
+from regard.fast.cuda import GraphContext, Normed, Pages, ResidualStream, decoder, inner, why_not
 from regard.fast.cuda.prompts import RECORDED, Pack, Part, flat, sizes_of, two, up
 from regard.fast.cuda.record import Recorder, send
 from regard.kernels.triton.linear import MOST
@@ -136,7 +136,7 @@ class Runner:
     ) -> Normed:
         """What the last block gives for tokens (b t) at their positions, laid end to end."""
         span, fast = Span(pos), self.fast
-        x = Stream(
+        x = ResidualStream(
             getattr(fast, fast.words)(ids, span).flatten(0, 1).contiguous(), wide, self.kernels
         )
         ctx, cross = GraphContext(span, Causal()), memory and GraphContext(span, Full())

@@ -17,7 +17,7 @@ from regard.attention.protocol import Context, Mechanism
 from regard.attention.sparse import SparseAttention
 from regard.fast.cuda.pages import Pages
 from regard.fast.cuda.parts import GraphIndexer
-from regard.fast.cuda.residual import Normed, Stream, tensor
+from regard.fast.cuda.residual import Normed, ResidualStream, tensor
 from regard.fast.specialise import Row, Specialise, mixed, share
 from regard.layers import Add, FeedForward
 from regard.mask import Visible
@@ -68,7 +68,7 @@ class Watched(nn.Module):
     source: bool
 
     def see(self, x: Any, name: str = "", source: bool = False) -> Any:
-        if isinstance(x, Stream | Normed):
+        if isinstance(x, ResidualStream | Normed):
             # Of a graph's parts, which are recorded and never fed.
             self.watcher.see(self.name + name, tensor(x), self.source or source)
             return x

@@ -2,6 +2,6 @@
 
 from regard.fast.cuda.pages import GraphContext, Pages
 from regard.fast.cuda.parts import decoder, inner, why_not
-from regard.fast.cuda.residual import Normed, Stream
+from regard.fast.cuda.residual import Normed, ResidualStream
 
-__all__ = ["Normed", "Pages", "GraphContext", "Stream", "decoder", "inner", "why_not"]
+__all__ = ["Normed", "Pages", "GraphContext", "ResidualStream", "decoder", "inner", "why_not"]

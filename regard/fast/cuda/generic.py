@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from regard.attention.protocol import Context
 from regard.block import Block
 from regard.fast.cuda.pages import Pages
-from regard.fast.cuda.residual import Stream, tensor
+from regard.fast.cuda.residual import ResidualStream, tensor
 from regard.mask import Span
 from regard.position import Rope
 
@@ -126,12 +126,14 @@ class GenericBlock(nn.Module):
         super().__init__()
         self.block = block
 
-    def forward(self, x: Stream, ctx: Context, cross: Context | None = None) -> Stream:
-        return Stream(self.block(tensor(x), ctx, cross), x.wide, x.fast)
+    def forward(
+        self, x: ResidualStream, ctx: Context, cross: Context | None = None
+    ) -> ResidualStream:
+        return ResidualStream(self.block(tensor(x), ctx, cross), x.wide, x.fast)
 
 
 def onto(residual: Any, y: Tensor) -> Any:
     """y on the stream, on a tensor, or alone."""
     if residual is None:
         return y
-    return residual.plus(y) if isinstance(residual, Stream) else residual + y
+    return residual.plus(y) if isinstance(residual, ResidualStream) else residual + y

@@ -1,5 +1,6 @@
 """Target cuda: parts for a step of one token per row, or for prompts laid end to end, over pages of memory that stay
-where they are, as a CUDA graph must have it. Block and Stack run as they are; what flows through them is a `Stream`.
+where they are, as a CUDA graph must have it. Block and Stack run as they are; what flows through them is a
+`ResidualStream`.
 
 Where kernels are off, or a shape has none, everything is torch; test_graphs_give_the_engine_tokens holds both against
 the model itself.
@@ -23,7 +24,15 @@ from regard.attention.sparse import Indexer, SparseAttention, to_fp8
 from regard.block import ORDERS, Block, Stack, after, before
 from regard.fast.cuda.generic import GenericBlock, GenericMechanism, GenericPart
 from regard.fast.cuda.pages import Pages
-from regard.fast.cuda.residual import LeftNorm, Product, Stream, added, rms, tensor, vocabulary
+from regard.fast.cuda.residual import (
+    LeftNorm,
+    Product,
+    ResidualStream,
+    added,
+    rms,
+    tensor,
+    vocabulary,
+)
 from regard.fast.specialise import Row, Specialise, direct
 from regard.kernels.fused import side_by_side
 from regard.kernels.triton import attention as gpu_attention
@@ -320,7 +329,7 @@ class GraphExperts(MixtureOfExperts):
     def leave(self, out: Tensor, residual: Any) -> Any:
         return (
             residual.plus(out, self.add.norm)
-            if isinstance(residual, Stream)
+            if isinstance(residual, ResidualStream)
             else self.add(out, residual)
         )
 

@@ -25,7 +25,7 @@ def rms(norm: Any) -> Rms | None:
 
 
 @dataclass
-class Stream:
+class ResidualStream:
     """The residual stream (n m). What is added last may be left to the norm that reads it: always of many rows
     (`wide`), and where it has a norm of its own or comes in parts."""
 
@@ -35,17 +35,17 @@ class Stream:
     more: Tensor | None = None  # to be added, perhaps in parts (s n m),
     norm: Any = None  # after this norm
 
-    def add(self, product: Product, o: Tensor, norm: Any = None) -> Stream:
+    def add(self, product: Product, o: Tensor, norm: Any = None) -> ResidualStream:
         """The stream with what `product` makes of o."""
         if self.wide:
             return self.plus(product.wide(o, split=True), norm)
         if norm is not None:
             return self.plus(product(o), norm)
-        return Stream(product(o, residual=self.whole()), False, self.fast)
+        return ResidualStream(product(o, residual=self.whole()), False, self.fast)
 
-    def plus(self, y: Tensor, norm: Any = None) -> Stream:
+    def plus(self, y: Tensor, norm: Any = None) -> ResidualStream:
         """The stream with y (n m), or parts of it (s n m)."""
-        return Stream(self.whole(), self.wide, self.fast, y, norm)
+        return ResidualStream(self.whole(), self.wide, self.fast, y, norm)
 
     def whole(self) -> Tensor:
         """All of it added up."""
@@ -56,14 +56,14 @@ class Stream:
 class Normed:
     """A stream whose norm is left to the product that reads it."""
 
-    stream: Stream
+    stream: ResidualStream
     norm: Any
     made: Tensor | None = None
 
     def take(self, rows: Tensor) -> Normed:
         s = self.stream
         more = None if s.more is None else s.more[..., rows, :]
-        return Normed(Stream(s.value[rows], s.wide, s.fast, more, s.norm), self.norm)
+        return Normed(ResidualStream(s.value[rows], s.wide, s.fast, more, s.norm), self.norm)
 
     def tensor(self) -> Tensor:
         """The sum made, in the stream too, and normed."""
@@ -79,13 +79,13 @@ class Normed:
         return self.made
 
 
-def tensor(x: Stream | Normed) -> Tensor:
+def tensor(x: ResidualStream | Normed) -> Tensor:
     return (x if isinstance(x, Normed) else Normed(x, None)).tensor()
 
 
 def added(add: Add, product: Product, o: Tensor, residual: Any) -> Any:
     """What `product` makes of o, onto a stream; or as a plain part adds it, to a tensor or to nothing."""
-    if isinstance(residual, Stream):
+    if isinstance(residual, ResidualStream):
         return residual.add(product, o, add.norm)
     return add(product(o), residual)
 
@@ -97,9 +97,9 @@ class LeftNorm(nn.Module):
         super().__init__()
         self.norm, self.made = norm, made
 
-    def forward(self, x: Stream) -> Any:
+    def forward(self, x: ResidualStream) -> Any:
         left = Normed(x, self.norm)
-        return Stream(left.tensor(), x.wide, x.fast) if self.made else left
+        return ResidualStream(left.tensor(), x.wide, x.fast) if self.made else left
 
 
 @dataclass
@@ -125,10 +125,13 @@ class Product:
         return cls(joined(weights, weights), bias, **more)
 
     def __call__(
-        self, x: Tensor | Normed | Stream, split: bool = False, residual: Tensor | None = None
+        self,
+        x: Tensor | Normed | ResidualStream,
+        split: bool = False,
+        residual: Tensor | None = None,
     ) -> Tensor:
         norm = None
-        if isinstance(x, Stream):
+        if isinstance(x, ResidualStream):
             x = Normed(x, None)
         if isinstance(x, Normed):
             if x.stream.wide:
