@@ -42,7 +42,15 @@ from regard.decode.sampling import (
 from regard.decode.settings import MOST_TOPS, Request, Settings, Tops
 from regard.fast.cpu import Prepared
 from regard.fast.cuda import GraphContext, Normed, Pages, ResidualStream, decoder, inner, why_not
-from regard.fast.cuda.prompts import RECORDED, Pack, Part, flat, sizes_of, two, up
+from regard.fast.cuda.prompts import (
+    RECORDED,
+    Pack,
+    Part,
+    flat,
+    next_power_of_two,
+    round_up,
+    sizes_of,
+)
 from regard.fast.cuda.record import Recorder, send
 from regard.kernels.triton.linear import MOST
 from regard.kernels.triton.measured import put_off, unmeasured
@@ -265,7 +273,7 @@ class Runner:
             self.keep_sources(found, send(torch.cat(places), device))
         else:
             # Padding goes to a place that nobody reads.
-            b, s = two(len(each)), up(max(map(len, each)), 16)
+            b, s = next_power_of_two(len(each)), round_up(max(map(len, each)), 16)
             ids, lengths = torch.zeros(b, s, dtype=torch.long), torch.ones(b, dtype=torch.long)
             to = torch.full_like(ids, self.pool.scratch * page)
             for i, (source, place) in enumerate(zip(each, places, strict=True)):
@@ -381,7 +389,7 @@ class Runner:
         """From now on graphs wait for `warm`. Those of every number of rows are wanted: the largest first, which can do
         the work of the others."""
         self.puts_off = True
-        far = 0 if self.memory is None else two(self.memory.length)
+        far = 0 if self.memory is None else next_power_of_two(self.memory.length)
         widths = [1 << i for i in range(self.rows.bit_length()) if 1 << i <= self.rows]
         shapes = [(self.rows, self.length), *((width, self.bucket(1)) for width in widths[::-1])]
         # What a choice depends on has its place when a row first has it.
@@ -769,7 +777,7 @@ class GraphLane(Lane):
     def _far(self, live: Sequence[Slot]) -> int:
         """A bound of the longest source; 0 where there is none."""
         far = max(s.memory.size if s.memory else 0 for s in live)
-        return far and max(SHORTEST, two(far))
+        return far and max(SHORTEST, next_power_of_two(far))
 
     def _place(self) -> None:
         busy = {s.index for s in self.slots if s.asked and s.state is not State.DRAINING}

@@ -20,7 +20,7 @@ from regard.decode.lane import BROKEN, Lane, Row, Slot, State
 from regard.decode.sampling import used_by
 from regard.decode.settings import Request, Result, Settings
 from regard.fast.cuda import Pages
-from regard.fast.cuda.prompts import two
+from regard.fast.cuda.prompts import next_power_of_two
 from regard.fast.cuda.record import Recorder, send
 from regard.kernels.triton.sample import best
 
@@ -47,7 +47,7 @@ class SearchRunner(Runner):
 
     def grow(self, length: int, room: int) -> None:
         """Make place for texts of so many tokens, `room` of them new."""
-        more = max(two(length) - self.length, 0)
+        more = max(next_power_of_two(length) - self.length, 0)
         if not more and room <= self.texts.ids.shape[-1]:
             return
         if self.graph:
@@ -56,7 +56,7 @@ class SearchRunner(Runner):
         self.own, self.pages.table = (
             F.pad(x, (0, more), value=nowhere) for x in (self.own, self.pages.table)
         )
-        self.length, self.texts = self.length + more, self.texts.roomy(two(room))
+        self.length, self.texts = self.length + more, self.texts.roomy(next_power_of_two(room))
         self.recorder, self.rooms, self.wanted = Recorder(), {}, {}
 
     def step(self, width: int, bound: int, far: int, used: frozenset[str]) -> None:
@@ -233,7 +233,7 @@ def search_of(runner: Runner, shape: Shape, count: int) -> SearchRunner:
     """The runner of a shape, kept with that of the model if nobody has it and it is large enough."""
     kept = runner.searches.get(shape)
     if kept is None or kept.lane() is not None or kept.places < count:
-        kept = runner.searches[shape] = SearchRunner(runner, shape, two(count))
+        kept = runner.searches[shape] = SearchRunner(runner, shape, next_power_of_two(count))
     kept.reset()
     kept.puts_off = runner.puts_off
     return kept

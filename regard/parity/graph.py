@@ -11,7 +11,7 @@ from torch import Tensor
 from regard.decode.engine import Engine
 from regard.decode.graphs import Runner
 from regard.decode.settings import Request, Settings
-from regard.fast.cuda.prompts import two, up
+from regard.fast.cuda.prompts import next_power_of_two, round_up
 from regard.fast.watch import watch
 from regard.models import Model
 from regard.parity.trace import PAGE, Cells, Given, Recorder, Trace, trace_of
@@ -98,7 +98,7 @@ class GraphRun(Runner):
         rows = [m.request.number for m in memories]
         b, s = len(rows), self.trace.source
         if source is not None and source.dim() == 2:
-            b, s = two(b), up(s, 16)
+            b, s = next_power_of_two(b), round_up(s, 16)
         cells = [(row, 0, self.trace.source) for row in rows] + [(0, 0, 0)] * (b - len(rows))
         self.watcher.source_cells = Cells(cells, s)
         super().remember(memories)

@@ -42,29 +42,34 @@ class Sizes(NamedTuple):
     source: int  # tokens of the longest source
 
 
-def up(n: int, least: int = 64) -> int:
+def round_up(n: int, least: int = 64) -> int:
     """n rounded up to a multiple of `least`, in steps of a quarter above 4 `least`."""
     step = max(least, 1 << max(0, (n - 1).bit_length() - 3))
     return -(-n // step) * step
 
 
-def two(n: int) -> int:
+def next_power_of_two(n: int) -> int:
     """The smallest power of two from n on; 0 of 0."""
     return 1 << (n - 1).bit_length() if n else 0
 
 
 def sizes_of(parts: Sequence[Part], page: int) -> Sizes:
-    longest, tokens = up(max(len(p.tokens) for p in parts), 32), sum(len(p.tokens) for p in parts)
-    whole = up(max(p.start + len(p.tokens) for p in parts)) if any(p.start for p in parts) else 0
+    longest, tokens = (
+        round_up(max(len(p.tokens) for p in parts), 32),
+        sum(len(p.tokens) for p in parts),
+    )
+    whole = (
+        round_up(max(p.start + len(p.tokens) for p in parts)) if any(p.start for p in parts) else 0
+    )
     return Sizes(
         # What no graph will hold is padded no further than a block.
-        up(tokens) if tokens <= RECORDED and not whole else -(-tokens // 64) * 64,
-        two(len(parts)),
+        round_up(tokens) if tokens <= RECORDED and not whole else -(-tokens // 64) * 64,
+        next_power_of_two(len(parts)),
         longest,
         whole,
         -(-max(whole, longest) // page),
-        two(sum(len(p.ends) for p in parts)),
-        two(max(p.source for p in parts)),
+        next_power_of_two(sum(len(p.ends) for p in parts)),
+        next_power_of_two(max(p.source for p in parts)),
     )
 
 
