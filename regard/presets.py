@@ -19,7 +19,7 @@ from regard.config import customize, from_dict, to_dict
 from regard.errors import UsageError, nearest
 from regard.layers import LM, MLP
 from regard.models import Tokens
-from regard.models.start import initialize, start_of
+from regard.models.init import initialize, start_of
 from regard.position import Learned, Sinusoidal
 
 Recurrent = models.RecurrentConfig | models.Seq2SeqConfig

@@ -21,7 +21,7 @@ from regard.layers import LM, Classify, LMHead, Norm, Tag
 from regard.mask import Span
 from regard.models import Patches, Tokens
 from regard.models.adapt import LoRA, LowRank, with_head
-from regard.models.start import Start, initialize
+from regard.models.init import Start, initialize
 from regard.moe import MoE
 from regard.position import Learned, RelativeBias, T5Bias
 from regard.training.checkpoint import Checkpoints

@@ -40,7 +40,7 @@ from regard.checkpoint.rules import ACTIVATIONS, Data, Family, Group, Key, Keys,
 from regard.checkpoint.tensors import To, Weights
 from regard.layers import LM, MLM, MLP, Answer, Classify, Norm, Tag
 from regard.models import EncoderDecoderConfig, Patches, Tokens, TransformerConfig
-from regard.models.start import Start
+from regard.models.init import Start
 from regard.moe import MoE
 from regard.position import Learned, Rope, Sinusoidal, T5Bias
 

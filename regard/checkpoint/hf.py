@@ -32,7 +32,7 @@ from regard.files import TOKENIZER_FILES, model_folder, read_files, read_json
 from regard.kernels.linear import is_fast
 from regard.models import CONFIGS, Model
 from regard.models.adapt import low_ranks, plain_shapes
-from regard.models.start import Start
+from regard.models.init import Start
 
 NATIVE = "regard"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

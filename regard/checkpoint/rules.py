@@ -14,7 +14,7 @@ from typing import Any
 
 from regard.checkpoint.tensors import To, Weights, choices, written_out
 from regard.errors import UsageError
-from regard.models.start import Start
+from regard.models.init import Start
 
 Data = dict[str, Any]
 REQUIRED: Any = object()

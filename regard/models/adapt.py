@@ -22,7 +22,7 @@ from regard.kernels.linear import GROUP, Int4, unpacked
 from regard.layers import LM, MLM, Answer, Classify, Head, LMHead, Tag, make_head
 from regard.models.base import Model
 from regard.models.embedding import Patches, Tokens
-from regard.models.start import initialize, start_of
+from regard.models.init import initialize, start_of
 from regard.models.transformer import EncoderDecoder, Transformer, TransformerConfig
 
 # --- a new head ---------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from regard.checkpoint.families import FAMILIES
 from regard.checkpoint.hf import plan
 from regard.layers import Answer, Classify, Tag
 from regard.models.adapt import with_head
-from regard.models.start import initialize
+from regard.models.init import initialize
 from tests.checkpoint.families import CASES, KEPT, Peer, at_tokens, batch, theirs
 from tests.wide import wide
 

@@ -11,7 +11,7 @@ from regard.attention import GQA
 from regard.block import Tower
 from regard.layers import LM, MLM, MLP, Classify, LMHead, Norm, make_head
 from regard.models import Patches, Tokens, TransformerConfig
-from regard.models.start import Start, initialize, start_of
+from regard.models.init import Start, initialize, start_of
 from regard.moe import MoE
 from regard.position import Learned, Sinusoidal, T5Bias
 
