@@ -119,6 +119,8 @@ class Scheduler:
     def admit(self) -> Iterator[tuple[Request, list[Row], list[bytes]]]:
         """The next requests, as many as fit, each with its rows and the keys of the pages that their texts have in
         common. Each has entered a lane before the next one is asked for."""
+        if not self.waiting:
+            return
         if not self.trials:
             self._make_room()
         rows, pages = self.room()
@@ -392,8 +394,6 @@ class Scheduler:
     def judge(self) -> None:
         """Who has come further than where a step raised is not at fault. When all on trial have, it is the others'
         turn, or everybody's."""
-        if not self.trials:
-            return
         now, waiting = self.progress(), {request.number for request in self.waiting}
         self.trials[0] = {
             number: mark

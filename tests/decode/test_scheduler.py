@@ -80,7 +80,8 @@ def turn(scheduler: Scheduler, faulty: Callable[[], bool] | None = None) -> list
             events += said + scheduler.settle(lane)
     if faulty is not None and faulty():
         raise Fault
-    scheduler.judge()
+    if scheduler.trials:
+        scheduler.judge()
     return scheduler.done(events)
 
 
