@@ -20,7 +20,7 @@ import torch
 
 import regard
 from regard.decode.engine import Engine
-from regard.decode.graphs import Runner
+from regard.decode.runner import Runner
 from regard.decode.settings import Request, Settings
 
 PACKAGE = str(Path(regard.__file__).parent)

@@ -41,7 +41,7 @@ def run(options: Options) -> int:
     import torch
 
     from regard.checkpoint import load
-    from regard.decode.graphs import why_plain
+    from regard.decode.runner import why_plain
     from regard.files import resolve_model
     from regard.parity import check_weights, parity, record, sample
 

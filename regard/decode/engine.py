@@ -22,9 +22,10 @@ import torch
 from regard.cache import CacheSpec, OutOfPages, Pool, alike, taken_back
 from regard.decode.beam import Shape
 from regard.decode.check import check, check_draft, check_drafted, check_pages, context_of
-from regard.decode.graphs import GraphLane, Runner, runner_of, source_length, source_size, why_plain
+from regard.decode.graphs import GraphLane
 from regard.decode.lane import Lane, Row
 from regard.decode.plain import PlainLane, SinksLane, WindowLane, streams
+from regard.decode.runner import Runner, runner_of, source_length, source_size, why_plain
 from regard.decode.scheduler import Scheduler
 from regard.decode.search import SearchLane, search_of
 from regard.decode.settings import Event, Request

@@ -19,8 +19,8 @@ from torch import Tensor
 from regard.cache import FIRST, Cache, CacheSpec, Contiguous, OutOfPages, Paged, Pool, Sinks
 from regard.decode.beam import Group, Search, Shape
 from regard.decode.check import written
-from regard.decode.graphs import source_size
 from regard.decode.lane import BROKEN, NOTHING, SLICE, Lane, Row, Scores, Slot, State, unscored
+from regard.decode.runner import source_size
 from regard.decode.sampling import (
     MASK,
     RULES,

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 
 from regard.cache import BlockTable
 from regard.decode.beam import Beams, Group, Rules, Shape, select
-from regard.decode.graphs import SHORTEST, GraphLane, Runner, by_token
+from regard.decode.graphs import GraphLane
 from regard.decode.lane import BROKEN, Lane, Row, Slot, State
+from regard.decode.runner import SHORTEST, Runner, by_token
 from regard.decode.sampling import used_by
 from regard.decode.settings import Request, Result, Settings
 from regard.fast.cuda import Pages

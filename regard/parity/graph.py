@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.decode.engine import Engine
-from regard.decode.graphs import Runner
+from regard.decode.runner import Runner
 from regard.decode.settings import Request, Settings
 from regard.fast.cuda.prompts import next_power_of_two, round_up
 from regard.fast.watch import watch

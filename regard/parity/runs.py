@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from regard.attention.protocol import Mechanism
 from regard.cache import Cache
-from regard.decode.graphs import why_plain
+from regard.decode.runner import why_plain
 from regard.errors import UsageError
 from regard.fast.cpu import prepare
 from regard.fast.watch import Form, watch

@@ -32,7 +32,7 @@ import regard.decode.scheduler as scheduler_module
 from regard.cache import taken_back
 from regard.decode.check import context_of, written
 from regard.decode.engine import Engine
-from regard.decode.graphs import why_plain
+from regard.decode.runner import why_plain
 from regard.decode.settings import Event, Request, Result, Settings
 from regard.errors import UsageError
 from regard.fast.invariant import invariant

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from regard.decode.engine import Engine
-from regard.decode.graphs import Runner
+from regard.decode.runner import Runner
 from regard.decode.settings import Request, Settings
 from regard.fast.cuda.record import Recorder
 from regard.kernels.triton import measured

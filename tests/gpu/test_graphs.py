@@ -14,7 +14,8 @@ import regard
 from regard.attention.sparse import choose, dots_exact, fp8_dots, index_scores, packed_fp8
 from regard.decode import graphs
 from regard.decode.engine import Engine
-from regard.decode.graphs import GraphLane, Runner
+from regard.decode.graphs import GraphLane
+from regard.decode.runner import Runner
 from regard.decode.settings import Request, Settings
 from regard.kernels.triton import attention as gpu_attention
 from regard.kernels.triton import dense as gpu_dense

@@ -13,7 +13,7 @@ import torch
 import regard
 from regard.decode import graphs
 from regard.decode.engine import Engine
-from regard.decode.graphs import Runner
+from regard.decode.runner import Runner
 from regard.decode.search import ROOM
 from regard.decode.settings import Request, Result, Settings
 from regard.errors import UsageError

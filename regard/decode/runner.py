@@ -1,0 +1,516 @@
+"""The runner `graph`: a model's fast parts, the memory of its slots over pages, and the steps recorded as CUDA graphs.
+
+The choice stays on the device. A step is recorded when it is first met; but where somebody would wait for that, as in
+a server, it is put off: until `warm` has recorded it, a graph of more rows does its work, or the step runs as it is.
+Off a GPU the same steps run as they are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.attention.protocol import Context
+from regard.cache import BlockTable, Pool
+from regard.decode.lane import SLICE, Row
+from regard.decode.sampling import (
+    MASK,
+    TOPS,
+    SamplingTensors,
+    best_n,
+    choose,
+    scored,
+)
+from regard.decode.settings import MOST_TOPS, Request, Settings
+from regard.fast.cpu import Prepared
+from regard.fast.cuda import GraphContext, Normed, Pages, ResidualStream, decoder, inner, why_not
+from regard.fast.cuda.prompts import (
+    RECORDED,
+    Pack,
+    Part,
+    flat,
+    next_power_of_two,
+    round_up,
+    sizes_of,
+)
+from regard.fast.cuda.record import Recorder, send
+from regard.kernels.triton.linear import MOST
+from regard.kernels.triton.measured import put_off, unmeasured
+from regard.kernels.triton.sample import State as DeviceState
+from regard.kernels.triton.sample import advance, best, greedy_advance
+from regard.mask import Causal, Full, Span
+from regard.models.base import Model, border
+from regard.models.embedding import Patches, context
+
+SLOTS = 64  # at least, on a GPU: rows that are not used cost nothing
+SHORTEST = 256  # the smallest bucket of lengths
+KEPT = 32  # recorded passes over prompts
+# What most choices depend on.
+USUAL: tuple[frozenset[str], ...] = (frozenset(), frozenset({"temperature"}))
+
+
+@dataclass(eq=False)
+class Memory:
+    """What an encoder made of a request's source, for all its rows."""
+
+    request: Request
+    size: int
+    slot_ids: list[int]  # its rows
+    pages: BlockTable
+    ready: bool = False
+
+
+class Runner:
+    """A model's fast parts, the memory of `rows` slots over a pool, and the graphs recorded for them."""
+
+    def __init__(
+        self, model: Model, pool: Pool, rows: int, length: int, *, kernels: bool = True, look: int = 16,
+        fast: Any = None
+    ):  # fmt: skip
+        weight: Tensor = getattr(model, model.words).weight
+        self.device, self.rows, self.look, self.kernels = weight.device, rows, look, kernels
+        self.graph, self.vocab = weight.is_cuda, len(weight)
+        self.fast, self.pool, self.places = fast or decoder(model, kernels), pool, rows
+        self.searches: dict[Any, Any] = {}  # the same for beam search, by its shape: see search.py
+        places = -(-length // pool.page)
+        table = torch.full((rows, places), pool.scratch, dtype=torch.int32, device=self.device)
+        # In float32 at least, as the mechanisms have them.
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        states = [
+            {
+                name: torch.zeros(rows, *size, dtype=wide, device=self.device)
+                for name, size in spec.state.items()
+            }
+            for spec in model.cache_specs()
+        ]
+        self.pages = Pages(pool.stores, table, length, states=states)
+        self.stateful = any(states)
+        self.length = length
+        # What cross-attention reads, named by a table of its own: `pos` is the last token of each row's source.
+        self.memory: Pages | None = None
+        if model.reads_source:
+            most = source_length(model) or len(pool.users) * pool.page
+            table = torch.full_like(table[:, :1], pool.blank).repeat(1, -(-most // pool.page))
+            pos = torch.zeros(rows, dtype=torch.long, device=self.device)
+            self.memory = Pages(pool.stores, table, most, pos)
+
+        def zeros(*shape: int, kind: torch.dtype = torch.long) -> Tensor:
+            return torch.zeros(*shape, dtype=kind, device=self.device)
+
+        self.state = DeviceState(
+            ids=zeros(rows),
+            pos=zeros(rows),
+            count=zeros(rows),
+            tick=zeros(rows),
+            live=zeros(rows),
+            log=zeros(look + 1, rows),
+            logp=zeros(look + 1, rows, kind=torch.float32),
+            last=length - 1,
+        )
+        # The log probability of the first token of a row, which its prompt's pass chose.
+        self.first = zeros(rows, kind=torch.float32)
+        self.columns = SamplingTensors(rows, len(self.fast.head.product.weight), self.device)
+        # The best tokens of each line of the log, and their log probabilities; and those of the first.
+        k = min(MOST_TOPS, self.columns.vocab)
+        self.tops = [zeros(look + 1, rows, k), zeros(look + 1, rows, k, kind=torch.float32)]
+        self.first_tops = [torch.zeros_like(x[0]) for x in self.tops]
+        self.recorder, self.records = Recorder(), self.graph
+        # Whether graphs are not recorded when they are first met; and what then records them, by their keys.
+        self.puts_off, self.wanted = False, dict[Any, Callable[[], None]]()
+        # Where a round's log is copied to the host, while the next one begins.
+        self.aside = torch.cuda.Stream(self.device) if self.graph else None
+        self.marks: list[tuple[int, int]] = []
+        self.lane: Any = lambda: None  # a weak reference to who has it
+        self.rooms: dict[Any, Tensor] = {}  # what recorded passes over prompts read, by their sizes
+        # Of tokens that were fed before the next choice: logits (rows V).
+        self.fed: Tensor | None = None
+
+    # --- what a graph holds ---
+
+    def hidden(
+        self, ids: Tensor, pos: Tensor, pages: Pages, wide: bool, memory: Pages | None
+    ) -> Normed:
+        """What the last block gives for tokens (b t) at their positions, laid end to end."""
+        span, fast = Span(pos), self.fast
+        x = ResidualStream(
+            getattr(fast, fast.words)(ids, span).flatten(0, 1).contiguous(), wide, self.kernels
+        )
+        ctx, cross = GraphContext(span, Causal()), memory and GraphContext(span, Full())
+        return getattr(fast, fast.writer)(x, ctx, cross, caches=(pages, memory))
+
+    def logits(self, width: int, bound: int, far: int) -> Tensor:
+        """Feed the token of the first `width` rows; (width V). No row that counts is longer than `bound`, no source
+        than `far`."""
+        s, rows = self.state, slice(0, width)
+        mine: Any = {"table": self.pages.table[rows], "pos": s.pos[rows], "live": s.live[rows]}
+        pages = replace(self.pages, bound=bound, **mine)
+        # A beam that nothing is left for may have a token that the vocabulary does not.
+        ids, pos = s.ids[rows].clamp(0, self.vocab - 1)[:, None], s.pos[rows, None]
+        wide, memory = self.kernels and width > MOST, self.sources(rows, far)
+        return self.fast.logits(self.hidden(ids, pos, pages, wide, memory))
+
+    def sources(self, rows: slice | Tensor, far: int) -> Pages | None:
+        """What some rows see of their sources, none longer than `far`."""
+        m = self.memory
+        return m and replace(m, table=m.table[rows], pos=m.pos[rows], bound=min(far, m.length))  # type: ignore[index]
+
+    def step(self, width: int, bound: int, far: int, used: frozenset[str]) -> None:
+        """Logits, choice, and the state moved on by one token."""
+        self.say(self.logits(width, bound, far), used)
+
+    def say(self, logits: Tensor, used: frozenset[str]) -> None:
+        """Choose by logits (b V) of the first rows, and move their state on."""
+        width = len(logits)
+        state = self.state.narrow(width)
+        if used:
+            tokens, *rest = self.choose(logits, slice(0, width), state.count, used)
+            if TOPS in used:
+                at = state.tick.clamp(max=self.look), torch.arange(width, device=self.device)
+                for table, new in zip(self.tops, best_n(logits, rest[1]), strict=True):
+                    table[at] = new
+            self.columns.said(slice(0, width), tokens, state.live)
+            advance(state, logits, tokens, *rest)
+        else:
+            greedy_advance(state, logits)
+
+    def choose(
+        self, logits: Tensor, rows: slice | Tensor, count: Tensor, used: frozenset[str]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The next token of some rows, -1 where there is none; what is greatest, -1 where the logits are no numbers;
+        their log sum exp."""
+        tokens, norm = best(logits)
+        if not used - {TOPS}:
+            return tokens, tokens, norm
+        return choose(logits, self.columns.at(rows, used), count), tokens, norm
+
+    def read(
+        self, pack: Pack, used: frozenset[str], wanted: Sequence[tuple[int, int]] = ()
+    ) -> list[Tensor]:
+        """Prompts into their pages; those that are through begin to write. `wanted`: places of the pack, and tokens
+        that follow there, whose log probabilities (and the best ones, and theirs) are given."""
+        pages = replace(self.pages, stores=self.pool.stores, pack=pack)
+        # Every token is a row that sees the source of its prompt.
+        memory = self.memory and self.sources(pack.slot_ids[pack.row], pack.sizes.source)
+        hidden = self.hidden(pack.ids[None], pack.pos[None], pages, True, memory)
+        found = []
+        for first in range(0, len(wanted), SLICE):
+            at, tokens = send(list(wanted[first : first + SLICE]), self.device).T
+            found.append(scored(self.fast.logits(hidden.take(at)), tokens))
+        if pack.sizes.ends:
+            pages.part()
+            self._begin(pack, hidden, used)
+        return [torch.cat(x) for x in zip(*found, strict=True)]
+
+    def _begin(self, pack: Pack, hidden: Normed, used: frozenset[str]) -> None:
+        """The first token of prompts that are through."""
+        s, at, logits = self.state, pack.rows, self.fast.logits(hidden.take(pack.last))
+        tokens, greatest, norm = self.choose(logits, at, pack.said, used)
+        if TOPS in used:
+            for table, new in zip(self.first_tops, best_n(logits, norm), strict=True):
+                table[at] = new
+        self.columns.said(at, tokens)
+        tokens = torch.where(greatest < 0, -1, tokens)
+        own = logits.gather(1, tokens.clamp(min=0)[:, None])[:, 0].float()
+        self.first[at] = torch.where(tokens < 0, 0.0, own - norm)
+        s.ids[at], s.pos[at], s.count[at] = tokens, pack.lengths, pack.said + 1
+        s.live.index_fill_(0, at, 1)
+
+    # --- what the host calls ---
+
+    def prefill(
+        self, parts: Sequence[Part], used: frozenset[str], wanted: Sequence[tuple[int, int]] = ()
+    ) -> list[Tensor]:
+        """Read prompts without waiting for the device; what `wanted` asks for (see `read`) is on its way to the host.
+        Sizes that come again are recorded as a graph; large ones keep the device busy without."""
+        sizes = sizes_of(parts, self.pool.page)
+        numbers = send(flat(parts, sizes), self.device)
+        small = sizes.tokens <= RECORDED and not sizes.whole
+        if wanted:
+            return self.to_host(self.read(Pack.of(numbers, sizes), used, wanted))
+        self.again((sizes, used), numbers, lambda x: self.read(Pack.of(x, sizes), used), small)
+        return []
+
+    def again(self, key: Any, numbers: Tensor, call: Callable[[Tensor], Any], small: bool) -> None:
+        """A call on numbers; if it is small, as a graph that is recorded when its key comes again."""
+        again, small = key in self.rooms, small and self.records
+        if small and len(self.rooms) < KEPT:
+            self.rooms.setdefault(key, torch.empty_like(numbers))
+        if not (again and small):
+            call(numbers)
+            return
+        room = self.rooms[key]
+        if key not in self.recorder.graphs:
+            if self.puts_off:
+                self.wanted[key] = lambda: self.recorder.record(key, lambda: call(room))
+                call(numbers)
+                return
+            self.recorder.record(key, lambda: call(room))
+        room.copy_(numbers)
+        self.recorder.graphs[key].replay()
+
+    def remember(self, memories: Sequence[Memory]) -> None:
+        """Encode sources, and put what the decoder's layers keep of them into their pages."""
+        page, device = self.pool.page, self.device
+        each = [m.request.source for m in memories if m.request.source is not None]
+        inside = torch.arange(page)
+        places = [
+            (torch.tensor(m.pages)[:, None] * page + inside).flatten()[: m.size] for m in memories
+        ]
+        if each[0].dim() > 1:
+            found, _ = self.fast.encode(send(torch.stack(each), device))
+            self.keep_sources(found, send(torch.cat(places), device))
+        else:
+            # Padding goes to a place that nobody reads.
+            b, s = next_power_of_two(len(each)), round_up(max(map(len, each)), 16)
+            ids, lengths = torch.zeros(b, s, dtype=torch.long), torch.ones(b, dtype=torch.long)
+            to = torch.full_like(ids, self.pool.scratch * page)
+            for i, (source, place) in enumerate(zip(each, places, strict=True)):
+                ids[i, : len(source)], to[i, : len(source)], lengths[i] = source, place, len(source)
+            numbers = send(torch.cat([ids.flatten(), to.flatten(), lengths]), device)
+            small = b * s <= RECORDED and recordable(self.fast.config.encoder)
+            self.again(("source", b, s), numbers, lambda x: self.read_sources(x, b, s), small)
+        edits = [
+            (row, i, number, m.size - 1)
+            for m in memories
+            for row in m.slot_ids
+            for i, number in enumerate(m.pages)
+        ]
+        assert self.memory is not None and self.memory.pos is not None
+        row, i, number, last = send(edits, device).T
+        self.memory.table[row, i], self.memory.pos[row] = number.int(), last
+
+    def read_sources(self, numbers: Tensor, b: int, s: int) -> None:
+        """Source ids (b s), the places of their tokens (b s), and their lengths (b)."""
+        ids, to, lengths = numbers.split([b * s, b * s, b])
+        pos, fast = Span.ragged(lengths, s), self.fast
+        ctx = Context(pos, fast.config.encoder.mask, site="encoder.")
+        self.keep_sources(fast.encoder(fast.source(ids.view(b, s), pos), ctx), to)
+
+    def keep_sources(self, memory: Tensor, to: Tensor) -> None:
+        """What an encoder gave (b s m), at its places (b s)."""
+        pages = Pages(by_token(self.pool), to[:, None], 1, torch.zeros_like(to))
+        for i, block in enumerate(self.fast.decoder.blocks):
+            block.cross.remember(memory.flatten(0, 1), pages.layer(i))
+
+    def feeds_early(self, used: frozenset[str]) -> bool:
+        """Whether tokens are fed before the masks of what follows are known. A state cannot be fed twice."""
+        return MASK in used and not self.stateful
+
+    def feed(self, width: int, bound: int, far: int) -> None:
+        """The logits of the first rows, for a choice that comes later."""
+
+        def call(key: Any) -> None:
+            logits = self.logits(*key[1:])
+            if self.fed is None:
+                self.fed = logits.new_empty(self.rows, logits.shape[1])
+            self.fed[: len(logits)] = logits
+
+        self._play(("feed", width, bound, far), call)
+
+    def run(self, steps: int, width: int, bound: int, far: int, used: frozenset[str]) -> Any:
+        """Advance the first `width` rows by `steps` <= look tokens; with masks by one, after `feed`. What they were fed
+        first and what they chose then, with its log probability (steps + 1, rows), on its way to the host; and what
+        tells that it has arrived."""
+        s = self.state
+        if self.aside is not None:
+            torch.cuda.current_stream().wait_stream(self.aside)
+
+        def say(_: Any) -> None:
+            assert self.fed is not None
+            self._open(used)
+            self.say(self.fed[:width], used)
+
+        if steps and self.feeds_early(used):
+            self._play(("say", width, used), say)
+        else:
+            self._open(used)
+            for _ in range(steps):
+                self._play(("step", width, bound, far, used), lambda key: self.step(*key[1:]))
+        logs = [s.log, s.logp, *(self.tops if TOPS in used else ())]
+        if self.aside is not None:
+            self.aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.aside):
+            # Whole lines lie end to end, so nothing is gathered first.
+            return self.to_host([x[: steps + 1] for x in logs]), self.arrival()
+
+    def _open(self, used: frozenset[str]) -> None:
+        """Begin the log of a round with what is fed first."""
+        s = self.state
+        s.log[0].copy_(s.ids)
+        s.logp[0].copy_(self.first)
+        if TOPS in used:
+            for table, first in zip(self.tops, self.first_tops, strict=True):
+                table[0].copy_(first)
+        s.tick.fill_(1)
+
+    def _play(self, key: Any, call: Callable[[Any], Any]) -> None:
+        """A step or a part of it, of what its key says; on a GPU as a graph."""
+        if self.records and key not in self.recorder.graphs:
+            if self.puts_off:
+                self.wanted[key] = lambda: self._record(key, lambda: call(key))
+                key = self._wider(key)
+            else:
+                self._record(key, lambda: call(key))
+        if key in self.recorder.graphs:
+            self.recorder.graphs[key].replay()
+        else:
+            call(key)
+
+    def _wider(self, key: Any) -> Any:
+        """The least of the recorded keys that does the work of this one, for more rows or longer texts; or itself."""
+        if key[0] not in ("step", "feed"):
+            return key
+        same = [k for k in self.recorder.graphs if k[0] == key[0] and k[4:] == key[4:]]
+        able = [k for k in same if all(has >= needs for has, needs in zip(k[1:4], key[1:4]))]
+        return min(able, key=lambda k: k[1:4], default=key)
+
+    def _record(self, key: Any, call: Callable[[], Any]) -> None:
+        s, said = self.state, self.columns.values.get("said")
+        live = s.live.clone()
+        # A try must not move a state on.
+        s.live.zero_()
+        changed = s.tensors() if said is None else [*s.tensors(), said]
+        self.recorder.try_and_record(key, call, changed)
+        s.live.copy_(live)
+
+    def put_off(self) -> None:
+        """From now on graphs wait for `warm`. Those of every number of rows are wanted: the largest first, which can do
+        the work of the others."""
+        self.puts_off = True
+        far = 0 if self.memory is None else next_power_of_two(self.memory.length)
+        widths = [1 << i for i in range(self.rows.bit_length()) if 1 << i <= self.rows]
+        shapes = [(self.rows, self.length), *((width, self.bucket(1)) for width in widths[::-1])]
+        # What a choice depends on has its place when a row first has it.
+        self.columns.put([0], [Row(Request([0], Settings(temperature=1.0)), 0)])
+        for used in USUAL:
+            for width, bound in dict.fromkeys(shapes):
+                self._want(("step", width, bound, far, used))
+
+    def _want(self, key: Any) -> None:
+        self.wanted[key] = lambda: self._record(key, lambda: self.step(*key[1:]))
+
+    def warm(self) -> None:
+        """Record one of the graphs that are wanted. If something in it is yet to be measured, it comes once more."""
+        key = next(iter(self.wanted))
+        record = self.wanted.pop(key)
+        with put_off():
+            record()
+        if unmeasured():
+            del self.recorder.graphs[key]
+            self.wanted = {key: record, **self.wanted}
+
+    def to_host(self, each: Sequence[Tensor]) -> list[Tensor]:
+        """Copies on their way, as they are when all that was launched before is done."""
+        if not self.graph:
+            return [x.clone() for x in each]
+        found = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in each]
+        for x, y in zip(found, each, strict=True):
+            x.copy_(y, non_blocking=True)
+        return found
+
+    def arrival(self) -> Any:
+        """What tells that copies have arrived."""
+        return torch.cuda.current_stream().record_event() if self.graph else None
+
+    def bucket(self, longest: int) -> int:
+        """The smallest power of two of tokens that holds `longest`."""
+        return min(max(SHORTEST, 1 << (longest - 1).bit_length()), self.length)
+
+    def place(self, edits: dict[tuple[int, int], int], idle: list[int]) -> None:
+        """Pages into the block table, by (row, place); and rows that stay where they are from now on."""
+        if edits:
+            row, place, page = send([(*at, page) for at, page in edits.items()], self.device).T
+            self.pages.table[row, place] = page.int()
+        if idle:
+            at = send(idle, self.device)
+            self.state.live.index_fill_(0, at, 0)
+            self.state.pos.index_fill_(0, at, 0)
+
+    def reset(self) -> None:
+        """No row is in use."""
+        self.pages.table.fill_(self.pool.scratch)
+        self.state.live.zero_()
+        self.state.pos.zero_()
+
+
+def recordable(encoder: Any) -> bool:
+    """Whether a pass of the plain tower waits for nothing on the host: no experts, no choice of keys, no slopes."""
+    plain = all(a.kind == "gqa" for a in encoder.each("attention"))
+    experts = any(f.kind != "mlp" for f in encoder.each("ffn"))
+    return plain and not experts and getattr(encoder.relative, "kind", "") != "alibi"
+
+
+def by_token(pool: Pool) -> list[dict[str, Tensor]]:
+    """What the layers keep, as pages of one token."""
+    return [{n: x.flatten(0, 1)[:, None] for n, x in store.items()} for store in pool.stores]
+
+
+def source_length(model: Any) -> int | None:
+    """The longest source that a model reads."""
+    c = model.config
+    if isinstance(c.source, Patches):
+        return c.source.extra + c.source.count
+    return context(c.max_len, c.source)
+
+
+def source_size(model: Any, request: Request) -> int:
+    """Tokens of what an encoder gives for a request's source."""
+    source = request.source
+    if source is None:
+        return 0
+    return len(source) if source.dim() == 1 else source_length(model) or 0
+
+
+_kept: weakref.WeakKeyDictionary[Model, Runner] = weakref.WeakKeyDictionary()
+
+
+def why_plain(model: Any, backend: str = "sdpa", draft: Any = None, anywhere: bool = False) -> str:
+    """What keeps a model from a CUDA graph, or nothing. `anywhere`: off a GPU too, where its steps run as they are."""
+    if isinstance(model, Prepared):
+        return f"it was prepared in {model.precision} for a CPU"
+    device = next(model.parameters()).device
+    if device.type != "cuda" and not anywhere:
+        return f"it is on {device}, not on a GPU"
+    if backend != "sdpa":
+        return f"backend={backend!r} was asked for"
+    return "a draft model guesses ahead" if draft is not None else why_not(model)
+
+
+def runner_of(model: Model, rows: int, pages: int, page: int, length: int, exact: bool) -> Runner:
+    """The runner of a model: kept while it lives, its weights stay where they are, nobody else has it, and it is large
+    enough. A weight that changes in place is seen by views of it, but not by copies: MLA's, and biases on positions."""
+    tower = getattr(model, model.writer).config
+    copied = tower.relative is not None or any(
+        inner(a).kind == "mla" for a in tower.each("attention")
+    )
+    length = min(length, border(model) or length)
+
+    def marks() -> list[tuple[int, int]]:
+        return [(p.data_ptr(), p._version if copied else 0) for p in model.parameters()]
+
+    kept = _kept.pop(model, None)
+    if kept is not None and kept.lane() is None and (kept.marks, kept.length) == (marks(), length):
+        have = len(kept.pool.users)
+        enough = have == pages if exact else have >= pages
+        if enough and kept.pool.page == page and kept.rows >= rows:
+            kept.pool.clear()
+            kept.reset()
+            kept.puts_off, kept.wanted = False, {}
+            _kept[model] = kept
+            return kept
+    # Its memory first.
+    del kept
+    weight = next(model.parameters())
+    pool = Pool(model.cache_specs(), pages, page, weight.device, weight.dtype)
+    slots = 1 << (rows - 1).bit_length()
+    free = weight.is_cuda and not any(spec.state for spec in model.cache_specs())
+    new = Runner(model, pool, max(slots, SLOTS) if free else slots, length)
+    if new.graph:
+        # Joining has moved weights.
+        new.marks, _kept[model] = marks(), new
+    return new
