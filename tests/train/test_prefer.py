@@ -19,8 +19,8 @@ from regard.data.read import DataError
 from regard.data.tokens import Coder
 from regard.errors import UsageError
 from regard.models.adapt import low_ranks, switched_off
+from regard.report import folder as runs
 from regard.report import run as report
-from regard.report.folder import read
 from regard.text import CHATML
 from regard.training.config import Adapt, adapted
 from regard.training.objectives import FORMS, REWARDS, Prefer, Tally, prefer
@@ -216,7 +216,7 @@ def test_runs_with_each_reference(
         margin = event["reward_chosen"] - event["reward_rejected"]
         assert event["reward_margin"] == pytest.approx(margin, abs=1e-6)
     assert last["kind"] == "evaluation" and last["reward_margin"] != 0
-    titles = " ".join(figure.title for figure in report.curves([read("runs/first")]))
+    titles = " ".join(figure.title for figure in report.curves([runs.read("runs/first")]))
     assert "reward_accuracy, in evaluations" in titles and "larger reward" in titles
     lora = f'task = "prefer"\n[model]\nfolder = "runs/first/last"\n{data}[adapt]\nmethod = "lora"\n'
     Path("lora.toml").write_text(lora, encoding="utf-8")
