@@ -665,7 +665,7 @@ def test_packs_hold_every_token_once() -> None:
     assert pack.order.tolist() == [*range(74), *[73] * 54]
     assert pack.ends.tolist() == [0, 3, 73, 74, 74]
     for width in range(1, 5000):
-        up = cuda_prompts.up(width)
+        up = cuda_prompts.round_up(width)
         assert width <= up <= max(width + 63, width * 5 // 4)
 
 
