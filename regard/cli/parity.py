@@ -41,9 +41,9 @@ def run(options: Options) -> int:
     import torch
 
     from regard.checkpoint import load
-    from regard.decode.runner import why_plain
     from regard.files import resolve_model
     from regard.parity import check_weights, parity, record, sample
+    from regard.parity.graph import why_unseen
 
     with blaming(DATA):
         folder = resolve_model(options.model)
@@ -61,7 +61,7 @@ def run(options: Options) -> int:
         left_out["ours against transformers"] = str(why.args[0])
     if not torch.cuda.is_available():
         left_out["GPU against CPU"] = "torch finds no cuda device"
-    if model.decodes and (reason := why_plain(model, anywhere=True)):
+    if model.decodes and (reason := why_unseen(model)):
         left_out["graph against plain"] = reason
     checks = parity(model, given, more=more)
     if options.json:

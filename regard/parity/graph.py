@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from regard.decode.engine import Engine
-from regard.decode.runner import Runner
+from regard.decode.runner import Runner, why_plain
 from regard.decode.settings import Request, Settings
+from regard.fast.cuda import decoder
+from regard.fast.cuda.generic import GenericBlock, GenericMechanism, GenericPart
 from regard.fast.cuda.prompts import next_power_of_two, round_up
 from regard.fast.watch import watch
 from regard.models import Model
@@ -30,6 +32,19 @@ class Forcing(Recorder):
             if size:
                 forced[i, self.trace.given.ids[row, position + 1]] = 0.0
         return forced
+
+
+def why_unseen(model: Model) -> str:
+    """What keeps parity from following a model in a graph, or nothing."""
+    if reason := why_plain(model, anywhere=True):
+        return reason
+    for part in decoder(model).modules():
+        if isinstance(part, GenericMechanism | GenericPart | GenericBlock):
+            plain = part.block if isinstance(part, GenericBlock) else part.part
+            return (
+                f"its {type(plain).__name__} runs as it is there, and shows nothing of what it does"
+            )
+    return ""
 
 
 class GraphRun(Runner):

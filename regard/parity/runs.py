@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from regard.attention.protocol import Mechanism
 from regard.cache import Cache
-from regard.decode.runner import why_plain
 from regard.errors import UsageError
 from regard.fast.cpu import prepare
 from regard.fast.watch import Form, watch
 from regard.models import Model
 from regard.models.base import border
 from regard.models.inputs import random_inputs
-from regard.parity.graph import GraphRun
+from regard.parity.graph import GraphRun, why_unseen
 from regard.parity.trace import PAGE, Cells, Given, Recorder, Trace, trace_of
 
 # Tokens: enough for a prompt, a chunk and a step.
@@ -68,7 +67,7 @@ def runs_of(model: Model, given: Given) -> dict[str, Run]:
         runs |= prepared_runs(model, size)
     # What is longer than the border of LongRoPE runs without a graph.
     fits = size <= (border(model) or size)
-    if text and model.decodes and fits and not why_plain(model, anywhere=True):
+    if text and model.decodes and fits and not why_unseen(model):
         runs["graph"] = lambda g: GraphRun(model, g.shared()).run_all()
     runs["bf16"] = lambda g: Runner(copy.deepcopy(model).bfloat16(), g).alone()
     if torch.cuda.is_available():

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import regard
-from regard.parity import parity, sample
+from regard.parity import CHECKS, parity, sample
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNNERS = ("torch", "native", "graph")
@@ -98,7 +98,9 @@ def stands(folder: Path, **model: Any) -> Any:
     ids = torch.tensor(PROMPTS[0])[None]
     assert again.config == first.config and torch.equal(again(ids), first(ids))
     decodes(first)
-    found = parity(first, sample(first, rows=2, tokens=7), only=["fused against reference"])
+    # Who computes distances does not do so in bf16.
+    checks = [name for name in CHECKS if name != "bf16 against fp32"]
+    found = parity(first, sample(first, rows=2, tokens=7), only=checks)
     assert {check.verdict for check in found} <= {"equal", "rounding"}
     return first
 

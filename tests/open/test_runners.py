@@ -13,6 +13,7 @@ from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.protocol import Context
 from regard.block import Block
 from regard.layers import FeedForward
+from regard.parity.graph import why_unseen
 
 PROMPTS = [[5, 9, 2, 7], [3, 3, 8, 1, 4, 6, 2, 9, 9], [11]]
 
@@ -99,3 +100,4 @@ def test_stranger_differs_from_what_it_is_made_of(stranger: Any) -> None:
 def test_what_runs_as_it_is_is_said(stranger: Any) -> None:
     said = regard.Engine(stranger, runner="graph").explain()
     assert "Generic" in said and ("as it is" in said or "over tensors" in said)
+    assert "runs as it is there" in why_unseen(stranger) and why_unseen(build()) == ""
