@@ -72,7 +72,8 @@ class _Former(MetaPathFinder, Loader):
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         package, _, rest = name.rpartition(".")
-        return ModuleSpec(name, self) if package in _FORMER and rest else None
+        # One for each module: threads may import several at once.
+        return ModuleSpec(name, _Former()) if package in _FORMER and rest else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         package, _, rest = spec.name.rpartition(".")

@@ -44,7 +44,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "import regard\nregard.train; from regard.train.trainer import Trainer",
         "import regard.train.run\nimport regard.evaluate.run",
         "from regard import train, evaluate\nimport regard",
-        "import regard\nfrom regard.train import trainer as old\nassert old.__name__ == 'regard.training.trainer'",
+        "import regard\nfrom regard.train import trainer as old\n"
+        "assert old.__name__ == old.__spec__.name == 'regard.training.trainer'",
     ],
 )
 def test_functions_keep_their_names_in_any_order_of_imports(lines: str) -> None:

@@ -82,12 +82,8 @@ ELSEWHERE: dict[str, tuple[Any, ...]] = {
     # Of older ones.
     "forced_decoder_ids": (),
 }
-DRAWN = (
-    "top_h",
-    "typical_p",
-    "epsilon_cutoff",
-    "eta_cutoff",
-)  # of these, what matters where tokens are drawn
+# Of these, what matters where tokens are drawn.
+DRAWN = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 ALONE = ("lookup", "draft", "overflow", "top_logprobs")  # beside DRAWING, what beam search has not
 SEARCHED = ("beams", "n_best")
 TOP_K = 50  # transformers', where a folder draws and does not say

@@ -69,9 +69,8 @@ class Settings:
     min_new_tokens: int = _within(0, 0, 1_000_000)  # no end before this many tokens
     temperature: float = _within(0.0, 0.0, 100.0)  # 0: greedy; logits are divided by it
     top_k: int = _filter("top_k")  # draw from the K most probable tokens; 0: from all
-    top_p: float = _filter(
-        "top_p"
-    )  # draw from the most probable tokens that make up this probability
+    # Draw from the most probable tokens that make up this probability.
+    top_p: float = _filter("top_p")
     min_p: float = _filter("min_p")  # least share of the most probable token's probability
     # (name, value) of filters that were added to FILTERS.
     filters: tuple[tuple[str, float], ...] = ()

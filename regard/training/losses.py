@@ -59,9 +59,8 @@ def causal_lm_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 def masked_lm_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """- sum_t log p(y_t), p = softmax(logits_t): no shift; labels are -100 wherever no token was selected."""
-    flat = at_least_float32(logits).reshape(
-        -1, logits.shape[-1]
-    )  # slices are not contiguous: no view
+    # Slices are not contiguous: no view.
+    flat = at_least_float32(logits).reshape(-1, logits.shape[-1])
     loss = F.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORE, reduction="sum")
     return loss, (labels != IGNORE).sum()
 
