@@ -3,8 +3,8 @@
     python bench/crossings.py
 
 A call counts where what it calls is in a file of regard/ and the caller in another file. Counted is `Engine.step` for
-one answer: with a prepared model on a CPU, and with the graph runner. What a graph holds (`Runner.step`) is played by
-one call on a GPU, so it is left out; off a GPU it runs as it is.
+one answer: with a prepared model on a CPU, and with the graph runner. What a graph holds (`GraphSteps.step`) is played
+by one call on a GPU, so it is left out; off a GPU it runs as it is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 import regard
 from regard.decode.engine import Engine
-from regard.decode.runner import Runner
+from regard.decode.runners.steps import GraphSteps
 from regard.decode.settings import Request, Settings
 
 PACKAGE = str(Path(regard.__file__).parent)
@@ -41,7 +41,7 @@ class Crossings:
         called, caller = frame.f_code.co_filename, frame.f_back.f_code.co_filename
         if called != caller and called.startswith(PACKAGE):
             self.pairs[self.short(caller), self.short(called)] += 1
-        if frame.f_code is Runner.step.__code__:
+        if frame.f_code is GraphSteps.step.__code__:
             self.recorded = frame
 
     @staticmethod

@@ -32,7 +32,7 @@ from regard.attention.sparse import (
     to_fp8,
 )
 from regard.decode.engine import Engine
-from regard.decode.lane import page_keys
+from regard.decode.sequence import page_keys
 from regard.decode.settings import Request, Settings
 from regard.kernels.triton import attention as gpu_attention
 from regard.kernels.triton import experts as gpu_experts

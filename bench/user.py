@@ -263,7 +263,7 @@ def part_e(args: argparse.Namespace) -> None:
     system = prompts(1, 512, 512, 7)[0]
     texts = [list(system) for _ in range(chats)]
     asked = read = 0
-    runner = engine.slots.runner  # type: ignore[union-attr]
+    runner = engine.graph.steps  # type: ignore[union-attr]
     prefill = runner.prefill
 
     def counted(parts: Any, *more: Any) -> Any:

@@ -191,7 +191,7 @@ def test_engine_never_holds_more_rows_than_it_was_given(layout: str, seed: int) 
 
 def rows_of(engine: Engine) -> int:
     """Rows that write, and those that a request will have which is being read."""
-    return sum(slot.times for lane in engine.scheduler.lanes.values() for slot in lane.slots)
+    return sum(slot.times for batch in engine.scheduler.batches.values() for slot in batch.slots)
 
 
 @pytest.mark.parametrize("seed", range(4))

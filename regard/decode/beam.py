@@ -1,4 +1,4 @@
-"""Beam search for many requests at once: among the rows of a lane each request has a group of them, its beams.
+"""Beam search for many requests at once: among the rows of a batch each request has a group of them, its beams.
 
 A group holds `beams` running texts and the best `beams` finished ones. Each step takes the best continuations over all
 running texts, files those that end, and goes on with the rest. A finished text scores
@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.cache import BlockTable
-from regard.decode.lane import BROKEN, Slot, State
 from regard.decode.sampling import RENORMALIZE, RULES, SamplingTensors, adjusted, ruled, used_by
+from regard.decode.sequence import BROKEN, Slot, State
 from regard.decode.settings import Request, Result, Settings
 from regard.kernels.c.rows import choose as best_of
 from regard.kernels.triton.sample import largest
@@ -107,7 +107,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Shape:
-    """What requests of one lane have in common: beams, and how many candidates they are chosen from: should every end
+    """What requests of one batch have in common: beams, and how many candidates they are chosen from: should every end
     token be among these, enough are left to go on."""
 
     beams: int
@@ -134,7 +134,7 @@ class Group(Slot):
 
     @property
     def shape(self) -> Shape:
-        return Shape.of(self.row.request.settings)
+        return Shape.of(self.settings)
 
     @property
     def over(self) -> bool:
@@ -147,12 +147,12 @@ class Group(Slot):
 
     @property
     def left(self) -> int:
-        return self.row.request.settings.max_new_tokens - self.asked
+        return self.settings.max_new_tokens - self.asked
 
     def results(self, b: Beams, why: str = "") -> list[Result]:
         """The n best finished texts of the request, from its state; with `why` running ones too."""
-        s = self.row.request.settings
-        if self.row.error is not None:
+        s = self.settings
+        if self.sequence.error is not None:
             return [Result([], [], 0.0, "error", error=BROKEN) for _ in range(s.n_best)]
         columns = (b.done, b.done_score, b.done_size, b.score, b.count[:, None].expand_as(b.score))
         found: list[tuple[float, int, int, bool]] = []  # score, place, tokens, whether it runs
@@ -176,7 +176,7 @@ class Group(Slot):
 
 
 class Search:
-    """The requests of one shape among the rows of a plain lane, each by its own settings."""
+    """The requests of one shape among the rows of a plain batch, each by its own settings."""
 
     def __init__(self, shape: Shape):
         self.shape = shape
@@ -212,13 +212,13 @@ class Search:
 
     def _used(self, groups: list[Group]) -> frozenset[str]:
         """What changes the logits now."""
-        each = (used_by(g.row.request.settings, g.asked, g.asked) for g in groups)
+        each = (used_by(g.settings, g.asked, g.asked) for g in groups)
         return frozenset().union(*each)
 
     def banned(self, groups: list[Group]) -> tuple[tuple[int, ...], bool] | None:
         """What no text may say, and whether probabilities are of what is left, if nothing but this changes the logits:
         then the largest are enough."""
-        each = [g.row.request.settings for g in groups]
+        each = [g.settings for g in groups]
         bans = {(tuple(sorted(set(s.banned))), s.renormalize_logits) for s in each}
         if len(bans) > 1 or any(s.logit_bias or s.sequence_bias for s in each):
             return None
@@ -231,7 +231,7 @@ class Search:
             many = min(self.shape.candidates, logits.shape[1] - len(banned[0]))
             return best_of(logits, many, *banned)
         if self.known != groups or self.columns is None:
-            rows = [g.row for g in groups for _ in range(self.shape.beams)]
+            rows = [g.sequence for g in groups for _ in range(self.shape.beams)]
             self.columns = SamplingTensors(len(rows), logits.shape[1], logits.device)
             self.columns.put(range(len(rows)), rows)
         return best_of(logits, 1)[0], logits, None
@@ -241,7 +241,7 @@ class Search:
     ) -> tuple[Beams, Tensor]:
         """Groups by what `best` gives: their new state, and the parent of every beam."""
         if self.known != groups:
-            rules = Rules.of([g.row.request for g in groups], self.shape.ends)
+            rules = Rules.of([g.request for g in groups], self.shape.ends)
             self.known, self.rules = list(groups), rules.each(lambda x: x.to(norm.device))
         bad = ~norm.isfinite()
         broken = bad.view(len(groups), -1).any(-1).tolist()
@@ -256,7 +256,7 @@ class Search:
                 columns[RULES] = ruled(said, torch.zeros_like(logits))
         state, parents, over = select(state, self.rules, self.shape, logits, norm, columns, token)
         for g, bad_one, end in zip(groups, broken, over.tolist(), strict=True):
-            g.row.error = BROKEN if bad_one else None
+            g.sequence.error = BROKEN if bad_one else None
             g.closed, g.asked = bad_one or end, g.asked + 1
         return state, parents
 
@@ -265,7 +265,7 @@ class Search:
     ) -> list[tuple[Request, list[int]]]:
         """The texts of a request's beams, in the order of their rows."""
         texts = state.ids[groups.index(group), :, : group.asked].tolist()
-        return [(group.row.request, text) for text in texts]
+        return [(group.request, text) for text in texts]
 
     def results(self, group: Group, why: str) -> list[Result]:
         at = self.groups.index(group)

@@ -1,10 +1,10 @@
-"""The one decoding loop: requests come in, lanes of rows advance, events come out.
+"""The one decoding loop: requests come in, batches of rows advance, events come out.
 
-The scheduler (scheduler.py) says who is served; a request joins the lane of its kind, which reads its prompt in chunks
-while the others go on, so that every step serves whatever is there. A lane (lane.py) keeps the books; what computes its
-steps is a runner: a CUDA graph (graphs.py, search.py), if the model is on a GPU and has one, for what needs no guesses;
-else the model itself (plain.py), samples and beams in one step. With a paged cache rows come and go freely, and texts
-that begin alike share pages: choices depend on (seed, request, position) alone.
+The scheduler (scheduler.py) says who is served; a request joins the batch of its kind (batch.py), which reads its
+prompt in chunks while the others go on, so that every step serves whatever is there. What computes a batch is a runner
+(runners): CUDA graphs, if the model is on a GPU and has them, for what needs no guesses; else the model itself. With a
+paged cache rows come and go freely, and texts that begin alike share pages: choices depend on (seed, request, position)
+alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,25 +21,26 @@ from typing import Any
 import torch
 
 from regard.cache import CacheSpec, OutOfPages, Pool, alike, taken_back
-from regard.decode.beam import Shape
+from regard.decode.batch import Batch, Reading
 from regard.decode.check import check, check_draft, check_drafted, check_pages, context_of
-from regard.decode.graphs import GraphLane
-from regard.decode.lane import Lane, Row
-from regard.decode.plain import PlainLane, SinksLane, WindowLane, streams
-from regard.decode.runner import Runner, runner_of, source_length, source_size, why_plain
+from regard.decode.runners import Runner
+from regard.decode.runners.graph import GraphRunner
+from regard.decode.runners.rows import Forward
+from regard.decode.runners.steps import GraphSteps, steps_of, why_plain
+from regard.decode.runners.torch import TorchRunner
 from regard.decode.scheduler import Scheduler
-from regard.decode.search import SearchLane, search_of
+from regard.decode.sequence import Sequence
 from regard.decode.settings import Event, Request
+from regard.decode.sources import source_length, source_size
+from regard.decode.trials import Snapshot
 from regard.errors import UsageError
 from regard.fast.cpu import Prepared
+from regard.fast.cuda.record import Recorder
 from regard.kernels.c.threads import SHARED, threads_for
 from regard.kernels.triton.measured import measure, put_off, unmeasured
 from regard.machine import free_memory
 from regard.models.base import border
 
-# Lanes: of rows that have outgrown the context and are read anew for each token, or go on in a cache that forgets; and
-# that of the CUDA graph.
-WINDOW, SINKS, SLOTS = "window", "sinks", "slots"
 SHORT = "out of memory on {}: make the engine with fewer rows=, a smaller memory= or chunk=, or shorten the request"
 FAILED = "the model failed: {}"
 LOG = logging.getLogger("regard.decode")
@@ -76,16 +78,16 @@ class Engine:
         self.weights = SHARED if packed else sum(p.numel() for p in model.parameters())
         # Why there is no graph; nothing where there is one.
         asked = {"runner": (runner, "torch"), "layout": (layout, "contiguous")}
-        self.plain = next((f"{k}={v!r} was asked for" for k, (v, x) in asked.items() if v == x), "")
-        self.plain = self.plain or why_plain(model, backend, draft, runner == "graph")
-        if self.plain and runner == "graph":
-            raise UsageError(f"this model has no CUDA graph: {self.plain}; leave runner out")
+        why = next((f"{k}={v!r} was asked for" for k, (v, x) in asked.items() if v == x), "")
+        why = why or why_plain(model, backend, draft, runner == "graph")
+        if why and runner == "graph":
+            raise UsageError(f"this model has no CUDA graph: {why}; leave runner out")
         self.pool: Pool | None = None
-        slots = self._reserve(rows, layout == "paged", pages, page, memory)
+        steps = self._reserve(rows, layout == "paged", pages, page, memory, not why)
         # A state that takes nothing back is known at the end of a text alone, not at the end of a page.
         whole = bool(taken_back(self.specs)) and not model.reads_source
         self.prefix = prefix and whole and self.pool is not None
-        self.chunk = chunk or (512 if slots is None else 16384)
+        self.chunk = chunk or (512 if steps is None else 16384)
         self.scheduler = Scheduler(
             rows,
             pool=self.pool,
@@ -95,31 +97,41 @@ class Engine:
             border=border(model),
             source_pages=self._source_pages,
         )
-        self.scores = self.scheduler.scores
-        given: Any = (self.prefix, self.chunk, self.scores)
-        self.slots = None if slots is None else GraphLane(slots, *given)
-        self.searches: dict[Any, SearchLane] = {}  # slots of beams, by their shape
-        # Whether texts past the context go on in a cache that forgets, if they are to keep their first tokens.
-        self.streams = self.longest is not None and streams(model)
+        self.reading = Reading(self.prefix, self.chunk, self.scheduler.scores)
+        self.graph = None if steps is None else GraphRunner(steps, rows)
+        forward = Forward(
+            model, self.specs, self.where, backend, self.pool, draft, self.longest or 0
+        )
+        self.runners: list[Runner] = [TorchRunner(forward, why)]
+        if self.graph is not None:
+            # The memory of its slots is this engine's from now on.
+            self.graph.batch(None, self.reading)
+            self.runners.insert(0, self.graph)
 
     def _reserve(
-        self, rows: int, paged: bool, pages: int | None, page: int, memory: float | None
-    ) -> Runner | None:
-        """The memory of all rows: the pool, and the runner of a graph where there is one."""
+        self,
+        rows: int,
+        paged: bool,
+        pages: int | None,
+        page: int,
+        memory: float | None,
+        graph: bool,
+    ) -> GraphSteps | None:
+        """The memory of all rows: the pool, and the steps of a graph where there is one."""
         model, device, dtype = self.model, self.where["device"], self.where["dtype"]
         exact = pages is not None
         if not any(spec.token for spec in self.specs):
             # States alone: a graph gives each row a page that holds nothing, others need none.
-            paged, page, pages = False, self.longest or UNBOUND, None if self.plain else 2 * rows
+            paged, page, pages = False, self.longest or UNBOUND, 2 * rows if graph else None
         # Whether sources lie in pages too.
         self.sources = paged and model.reads_source and alike(model.source_specs(), self.specs)
         if paged and pages is None:
             far = (source_length(model) or 0) if self.sources else None
             pages = pages_in(memory, device, self.specs, page, dtype, rows, self.longest, far)
-        if not self.plain and pages is not None:
-            runner = runner_of(model, rows, pages, page, self.longest or pages * page, exact)
-            self.pool = runner.pool
-            return runner
+        if graph and pages is not None:
+            steps = steps_of(model, rows, pages, page, self.longest or pages * page, exact)
+            self.pool = steps.pool
+            return steps
         if paged and pages is not None:
             self.pool = Pool(self.specs, pages, page, **self.where)
         return None
@@ -134,24 +146,11 @@ class Engine:
 
     def explain(self) -> str:
         """Which runner serves, which parts are fast, which are not, and why."""
-        if self.slots is not None:
-            runner, pool = self.slots.runner, self.slots.pool
-            how = "CUDA graphs" if runner.graph else "steps as in a CUDA graph"
-            size = f"{len(pool.users):,} pages of {pool.page} tokens, {pool.nbytes / 2**30:.2f} GiB"
-            first = f"runner graph: {how} of {runner.rows} slots over {size}"
-            more = "guesses, rules on runs of tokens and texts past the context: runner torch"
-            if runner.stateful:
-                more = f"beam search, {more}; no prefix is found again, as pages hold no state"
-            slow = "rows with a mask: rounds of one step, for all that run beside them"
-            lines = [first, runner.fast.explain(), more, slow]
-        else:
-            name = "native" if isinstance(self.model, Prepared) else "torch"
-            lines = [f"runner {name}: no CUDA graph, as {self.plain}", self.model.explain()]
         # An engine runs without a package for texts.
         from regard.decode.defaults import described
 
         # What `regard.generate`, the commands and the server ask for, unless they are told otherwise.
-        return "\n".join(filter(None, [*lines, described(self.model)]))
+        return "\n".join(filter(None, [*self.runners[0].explain(), described(self.model)]))
 
     def submit(self, request: Request) -> int:
         """Queue a request; its number names it in events."""
@@ -159,7 +158,7 @@ class Engine:
         if request.settings.draft:
             check_drafted(request, self.draft, self.model)
         if self.pool is not None:
-            slots = self.slots is not None and self.slots.takes(request)
+            slots = self.graph is not None and self.graph.takes(request, long=False)
             apart = slots and request.settings.beams > 1
             check_pages(request, self.pool, self.model, self._source_pages(request), apart)
         if request.number >= 0:  # given before: the same words, another request
@@ -184,24 +183,24 @@ class Engine:
 
     def put_off(self) -> None:
         """From now on a step measures no kernel and records no graph: `warm` does, when nobody waits."""
-        if self.slots is not None:
-            self.slots.runner.put_off()
+        if self.graph is not None:
+            self.graph.steps.put_off()
 
     @property
     def cold(self) -> bool:
         """Whether something was put off."""
-        return unmeasured() or any(lane.runner.wanted for lane in self._graphs())
+        return unmeasured() or any(recorder.wanted for recorder in self._recorders())
 
     @torch.inference_mode()
     def warm(self, measuring: bool = True) -> bool:
         """One piece of what was put off: a kernel to measure, which takes its time, or else a graph to record. Whether
         something was done."""
-        runners = [lane.runner for lane in self._graphs() if lane.runner.wanted]
+        recorders = [recorder for recorder in self._recorders() if recorder.wanted]
         if unmeasured() and measuring:
             measure()
-        elif runners and not unmeasured():
+        elif recorders and not unmeasured():
             with evaluation(self.modules), uncollected():
-                runners[0].warm()
+                recorders[0].warm()
         else:
             return False
         return True
@@ -215,7 +214,7 @@ class Engine:
         try:
             return self._step()
         except Exception as error:
-            if not self.scheduler.tried:
+            if not self.scheduler.trials.tried:
                 raise
             cause, short = error, isinstance(error, torch.OutOfMemoryError)
         if not short:
@@ -234,38 +233,36 @@ class Engine:
 
     @torch.inference_mode()
     def _step(self) -> list[Event]:
-        scheduler, puts_off = self.scheduler, False
-        if self.slots is not None:
-            puts_off = self.slots.runner.puts_off
+        scheduler = self.scheduler
+        puts_off = self.graph is not None and self.graph.steps.recorder.puts_off
         with self._whole(), evaluation(self.modules), uncollected(), put_off(puts_off):
             events = scheduler.expired() if scheduler.deadlines else []
             for request, rows, keys in scheduler.admit():
                 self._enter(request, rows, keys)
-            for slots in self._graphs():
-                slots.waiting = bool(scheduler.waiting)
+            for batch in scheduler.batches.values():
+                batch.waiting = bool(scheduler.waiting)
             running, unread = scheduler.load()
             with threads_for(self.weights * max(running, min(self.chunk, unread))):
-                for key, lane in list(scheduler.lanes.items()):
-                    # An earlier lane may have put its requests back.
-                    if scheduler.lanes.get(key) is lane:
-                        events += self._advance(key, lane)
-            if scheduler.trials:
-                scheduler.judge()
+                for key, batch in list(scheduler.batches.items()):
+                    # An earlier batch may have put its requests back.
+                    if scheduler.batches.get(key) is batch:
+                        events += self._advance(key[1], batch)
+            scheduler.judge()
             return scheduler.done(events)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
         """All or nothing: what raises inside leaves every request in the queue, as it was before."""
-        before = self.scheduler.snapshot()
+        before = Snapshot.of(self.scheduler)
         try:
             yield
         except BaseException:
-            self.scheduler.restore(before)
+            before.restore(self.scheduler)
             # What raised may have left caches and pages in any state.
             if self.pool is not None:
                 self.pool.clear()
-            for slots in self._graphs():
-                slots.clear()
+            if self.graph is not None:
+                self.graph.clear()
             raise
 
     def _blame(self, cause: Exception | None) -> list[Event]:
@@ -285,63 +282,41 @@ class Engine:
             event.cause = cause
         return self.scheduler.done(events)
 
-    def _advance(self, key: Any, lane: Lane) -> list[Event]:
+    def _advance(self, kind: Any, batch: Batch) -> list[Event]:
         events: list[Event] = []
-        for part in (lane.ask, lane.step):
-            # Requests of which a row has outgrown the context change lanes, all their rows together; for a cache that
+        for part in (batch.ask, batch.step):
+            # Requests of which a row has outgrown the context change batches, all their rows together; for a cache that
             # forgets they are read once more.
-            long = self.longest if key is None and self.longest is not None else math.inf
-            for request in dict.fromkeys(row.request for row in lane.rows if row.size > long):
+            long = self.longest if kind is None and self.longest is not None else math.inf
+            for request in dict.fromkeys(row.request for row in batch.rows if row.size > long):
                 rows, _ = self.scheduler.take(request)
                 self._enter(request, rows)
-            while lane.slots:
+            while batch.slots:
                 try:
                     part()
                     break
                 except OutOfPages:
                     self.scheduler.preempt_last()
-            said, lane.events = lane.events, []
-            events += said + self.scheduler.settle(lane)
+            said, batch.events = batch.events, []
+            events += said + self.scheduler.settle(batch)
         return events
 
-    # --- lanes ---
+    # --- batches ---
 
-    def _enter(self, request: Request, rows: list[Row], keys: Sequence[bytes] = ()) -> None:
-        """Rows of a request into the lane of its kind, which is made with its first request."""
-        s, long = request.settings, self.scheduler.outgrown(rows)
-        shape = Shape.of(s) if s.beams > 1 else None
-        key: Any = None
-        graph = self.slots is not None and not long and self.slots.takes(request)
-        if graph:
-            key = SLOTS, shape
-        elif long:
-            key = SINKS if self.streams and s.overflow == "sinks" else WINDOW
-        lane = self.scheduler.lanes.get(key)
-        if lane is None:
-            lane = self._graph_lane(shape) if graph else self._plain_lane(key)
-        self.scheduler.enter(key, lane, rows, keys)
+    def _enter(
+        self, request: Request, rows: list[Sequence], keys: abc.Sequence[bytes] = ()
+    ) -> None:
+        """Rows of a request into the batch of its kind, which is made with its first request."""
+        long = self.scheduler.outgrown(rows)
+        runner = next(r for r in self.runners if r.takes(request, long))
+        kind = runner.kind(request, long)
+        batch = self.scheduler.batches.get((runner.name, kind))
+        if batch is None:
+            batch = runner.batch(kind, self.reading)
+        self.scheduler.enter((runner.name, kind), batch, rows, keys)
 
-    def _graph_lane(self, shape: Shape | None) -> Lane:
-        assert self.slots is not None
-        if shape is None:
-            return self.slots
-        if shape not in self.searches:
-            count = max(1, self.rows // shape.beams)
-            search = search_of(self.slots.runner, shape, count)
-            self.searches[shape] = SearchLane(search, self.prefix, self.chunk, self.scores)
-        return self.searches[shape]
-
-    def _plain_lane(self, key: str | None) -> Lane:
-        options: Any = {"backend": self.backend, "chunk": self.chunk, "scores": self.scores}
-        if key is None:
-            options |= {"pool": self.pool, "prefix": self.prefix, "draft": self.draft}
-        else:
-            options |= {"longest": self.longest}
-        kind = {WINDOW: WindowLane, SINKS: SinksLane}.get(key or "", PlainLane)
-        return kind(self.model, self.specs, self.where, **options)
-
-    def _graphs(self) -> list[GraphLane]:
-        return [] if self.slots is None else [self.slots, *self.searches.values()]
+    def _recorders(self) -> list[Recorder]:
+        return [] if self.graph is None else self.graph.recorders()
 
 
 def _check_options(choices: dict[str, str], sizes: dict[str, int | None]) -> None:
@@ -357,7 +332,7 @@ def _check_options(choices: dict[str, str], sizes: dict[str, int | None]) -> Non
 
 
 @contextmanager
-def evaluation(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+def evaluation(modules: abc.Sequence[torch.nn.Module]) -> Iterator[None]:
     """These modules in evaluation mode; afterwards each is in the mode in which it was."""
     # In their own tables: this is asked before every step, of hundreds.
     training = [own for own in map(vars, modules) if own["training"]]
@@ -384,9 +359,15 @@ def uncollected() -> Iterator[None]:
 
 
 def pages_in(
-    memory: float | None, device: torch.device, specs: Sequence[CacheSpec], page: int, dtype: torch.dtype, rows: int,
-    longest: int | None, far: int | None = None
-) -> int:  # fmt: skip
+    memory: float | None,
+    device: torch.device,
+    specs: abc.Sequence[CacheSpec],
+    page: int,
+    dtype: torch.dtype,
+    rows: int,
+    longest: int | None,
+    far: int | None = None,
+) -> int:
     """How many pages a memory holds: so many bytes, or (up to 1) a share of what is free; 0.9 on a GPU, and 1,024 pages
     elsewhere, if it is not said. No more than `rows` texts as long as the context need. Where sources lie in them too,
     of `far` tokens at most (0: of any length), these have as many again."""

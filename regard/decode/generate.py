@@ -15,8 +15,9 @@ from torch import Tensor
 from regard.decode.check import context_of
 from regard.decode.defaults import folder_settings, settings_of, special_of, tokenizer_of
 from regard.decode.engine import Engine
-from regard.decode.runner import source_size, why_plain
+from regard.decode.runners.steps import why_plain
 from regard.decode.settings import Event, Request, Result
+from regard.decode.sources import source_size
 from regard.errors import UsageError
 from regard.fast.cpu.native import NativeAttention
 from regard.fast.invariant import invariant as steady

@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard.decode.filters import FILTERS, has_form
-from regard.decode.lane import Row
+from regard.decode.sequence import Sequence
 from regard.decode.settings import MOST_TOPS, Request, Settings
 from regard.fast.cuda.record import send, shared
 from regard.kernels.c import rows as native
@@ -156,7 +157,7 @@ class SamplingTensors:
         self.rows, self.vocab, self.device = rows, vocab, device
         self.values: dict[str, Tensor] = {}
 
-    def put(self, places: Sequence[int], rows: Sequence[Row]) -> None:
+    def put(self, places: abc.Sequence[int], rows: abc.Sequence[Sequence]) -> None:
         """The settings of some rows, each at its place."""
         each = [row.request.settings for row in rows]
         new = frozenset().union(*map(uses, each))
@@ -170,57 +171,66 @@ class SamplingTensors:
             self._set("seed", at, [s.seed for s in each], 0)
             self._set("key", at, [row.key for row in rows], 0)
         if new & PENALTIES.keys():
-            for name, texts in (
-                ("seen", [row.request.ids for row in rows]),
-                ("said", [row.ids for row in rows]),
-            ):
-                blank = torch.zeros(len(rows), self.vocab, device=self.device)
-                self._table(name)[at] = counts(texts, blank)
-        if "bias" in new or "bias" in self.values:
-            table = self._table("bias")
-            table[at] = 0.0
-            both = list(zip(places, each, strict=True))
-            biases = [(i, *pair) for i, s in both for pair in s.logit_bias]
-            biases += [(i, *ids, x) for i, s in both for ids, x in s.sequence_bias if len(ids) == 1]
-            if biases:
-                row, token, bias = (send(x, self.device) for x in zip(*biases, strict=True))
-                table.index_put_((row, token), bias.float(), accumulate=True)
-            bans = [(i, token) for i, s in both for token in s.banned]
-            if bans:
-                row, token = send(bans, self.device).T
-                table[row, token] = -torch.inf
+            self._count("seen", at, [row.request.ids for row in rows])
+            self._count("said", at, [row.ids for row in rows])
         if ENCODER in new:
-            blank = torch.zeros(len(rows), self.vocab, device=self.device)
-            self._table("read")[at] = counts([_known(row, self.vocab) for row in rows], blank)
+            self._count("read", at, [_known(row, self.vocab) for row in rows])
         if RENORMALIZE in new or RENORMALIZE in self.values:
             self._set(RENORMALIZE, at, [RENORMALIZE in uses(s) for s in each], 0)
-        if "decay" in new or "decay" in self.values:
-            # Where it begins, and its factor.
-            if "decay" not in self.values:
-                self.values["decay"] = torch.ones(self.rows, 2, device=self.device)
-            decays = [s.exponential_decay_length_penalty or (0, 1.0) for s in each]
-            self.values["decay"][at] = send(decays, self.device).float()
         if MASK in self.values:
             self.room()[list(places)] = -1
-        if "decay" in new:
-            new |= {"held"}
-        if "held" in new or "held" in self.values:
-            # The least and the most tokens, the first and the last one, and the end tokens.
-            if "held" not in self.values:
-                width = 4 + max(MOST_ENDS, *(len(s.eos) for s in each))
-                self.values["held"] = torch.full((self.rows, width), -1, device=self.device)
-            table = self.values["held"]
-            forced = [
-                [-1 if token is None else token for token in (s.forced_first, s.forced_last)]
-                for s in each
-            ]
-            lines = [
-                [s.min_new_tokens, s.max_new_tokens, *both, *s.eos]
-                for s, both in zip(each, forced, strict=True)
-            ]
-            width = table.shape[1]
-            filled = [(line + [-1] * width)[:width] for line in lines]
-            table[at] = send(filled, self.device)
+        if "bias" in new or "bias" in self.values:
+            self._put_bias(places, at, each)
+        if "decay" in new or "decay" in self.values:
+            self._put_decay(at, each)
+        if new & {"decay", "held"} or "held" in self.values:
+            self._put_held(at, each)
+
+    def _count(self, name: str, at: Tensor, texts: list[list[int]]) -> None:
+        """How often each token is in a text."""
+        self._table(name)[at] = counts(
+            texts, torch.zeros(len(texts), self.vocab, device=self.device)
+        )
+
+    def _put_bias(self, places: abc.Sequence[int], at: Tensor, each: list[Settings]) -> None:
+        """What is added to single tokens, and which are forbidden."""
+        table = self._table("bias")
+        table[at] = 0.0
+        both = list(zip(places, each, strict=True))
+        biases = [(i, *pair) for i, s in both for pair in s.logit_bias]
+        biases += [(i, *ids, x) for i, s in both for ids, x in s.sequence_bias if len(ids) == 1]
+        if biases:
+            row, token, bias = (send(x, self.device) for x in zip(*biases, strict=True))
+            table.index_put_((row, token), bias.float(), accumulate=True)
+        bans = [(i, token) for i, s in both for token in s.banned]
+        if bans:
+            row, token = send(bans, self.device).T
+            table[row, token] = -torch.inf
+
+    def _put_decay(self, at: Tensor, each: list[Settings]) -> None:
+        """Where it begins, and its factor."""
+        if "decay" not in self.values:
+            self.values["decay"] = torch.ones(self.rows, 2, device=self.device)
+        decays = [s.exponential_decay_length_penalty or (0, 1.0) for s in each]
+        self.values["decay"][at] = send(decays, self.device).float()
+
+    def _put_held(self, at: Tensor, each: list[Settings]) -> None:
+        """The least and the most tokens, the first and the last one, and the end tokens."""
+        if "held" not in self.values:
+            width = 4 + max(MOST_ENDS, *(len(s.eos) for s in each))
+            self.values["held"] = torch.full((self.rows, width), -1, device=self.device)
+        table = self.values["held"]
+        forced = [
+            [-1 if token is None else token for token in (s.forced_first, s.forced_last)]
+            for s in each
+        ]
+        lines = [
+            [s.min_new_tokens, s.max_new_tokens, *both, *s.eos]
+            for s, both in zip(each, forced, strict=True)
+        ]
+        width = table.shape[1]
+        filled = [(line + [-1] * width)[:width] for line in lines]
+        table[at] = send(filled, self.device)
 
     def _set(self, name: str, at: Tensor, values: list[float], idle: float) -> None:
         if name not in self.values:
@@ -256,12 +266,12 @@ class SamplingTensors:
             self.values["said"][at, tokens] += live
 
 
-def _known(row: Row, vocab: int) -> list[int]:
+def _known(row: Sequence, vocab: int) -> list[int]:
     """What a row was given to read, of the tokens that it can say."""
     return [i for i in row.request.read if i < vocab]
 
 
-def ruled(texts: Sequence[tuple[Request, list[int]]], blank: Tensor) -> Tensor:
+def ruled(texts: abc.Sequence[tuple[Request, list[int]]], blank: Tensor) -> Tensor:
     """What the rules on runs of tokens add to the next logits of texts, which requests have said so far, to zeros
     (n V); -inf where they forbid a token."""
     found = [(i, *x) for i, each in enumerate(texts) for x in _upcoming(*each, blank.shape[1])]

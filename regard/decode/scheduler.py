@@ -6,9 +6,7 @@ on later with the same text. The first is never put back for pages, so there is 
 all rows are taken and somebody has waited for so long, the one that has had its row the longest waits instead, if it
 has come further since: long answers take turns, and short ones need not wait for their end.
 
-A step is all or nothing: after one that raised, everything is as `snapshot` found it. If the device's memory was short,
-fewer rows are tried, until the request that needs too much is alone. If it was anything else, halves of those that ran
-are tried apart, until the one at fault is alone; the others go on together.
+A step is all or nothing; who is at fault when one raised is found out by trials (trials.py).
 """
 
 from __future__ import annotations
@@ -16,36 +14,23 @@ from __future__ import annotations
 import math
 import time
 from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import abc
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
 
 from regard.cache import PagePool
-from regard.decode.lane import Lane, Row, Scores, Slot, State, page_keys, unscored
+from regard.decode.batch import Batch
+from regard.decode.sequence import Scores, Sequence, Slot, State, page_keys, unscored
 from regard.decode.settings import Event, Request, Result
+from regard.decode.trials import Trials
 
 RANK = attrgetter("rank")
 LATEST = 6  # turn up to which patience doubles
 
 
-@dataclass
-class Snapshot:
-    """What a step that raises must leave as it was."""
-
-    first: int  # the number of the next request
-    waiting: list[Request]
-    resumed: dict[int, list[Row]]
-    lengths: list[tuple[Row, int]]  # how many tokens each row had said
-    running: dict[int, Request]
-    progress: dict[int, int]
-    finished: dict[int, dict[int, Result]]
-    deadlines: dict[int, float]
-    scores: dict[int, Scores]
-
-
 class Scheduler:
-    """The queue, the lanes of those that run, and the room that is left: `rows`, and pages of `pool` where there are
+    """The queue, the batches of those that run, and the room that is left: `rows`, and pages of `pool` where there are
     any. `longest` is the model's context, `source_pages` says how many pages a request's source takes."""
 
     def __init__(
@@ -63,9 +48,9 @@ class Scheduler:
         self.longest, self.border = longest, border
         self.source_pages = source_pages or (lambda request: 0)
         self.waiting: list[Request] = []  # by rank
-        self.lanes: dict[Any, Lane] = {}
+        self.batches: dict[Any, Batch] = {}
         # Rows of preempted requests, to go on where they were.
-        self.resumed: dict[int, list[Row]] = {}
+        self.resumed: dict[int, list[Sequence]] = {}
         self.finished: dict[int, dict[int, Result]] = {}  # samples of requests whose others go on
         self.deadlines: dict[int, float] = {}  # of requests that are not done
         self.scores: dict[int, Scores] = {}  # of prompts whose log probabilities are asked for
@@ -73,9 +58,7 @@ class Scheduler:
         self.cap = rows  # fewer after memory was short
         # Since a step raised: nobody comes before what is through has been read.
         self.careful = False
-        self.tried: dict[int, int] = {}  # who ran in the step that raised, and how far it had come
-        # The same in groups that run apart, the first now, until all of it have come further.
-        self.trials: list[dict[int, int]] = []
+        self.trials = Trials()
 
     # --- the queue ---
 
@@ -90,22 +73,22 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not (self.waiting or self.lanes)
+        return not (self.waiting or self.batches)
 
     def running(self) -> Iterator[Request]:
-        """Each request that has rows, once for each lane."""
-        for lane in self.lanes.values():
-            yield from lane.requests()
+        """Each request that has rows, once for each batch."""
+        for batch in self.batches.values():
+            yield from batch.requests()
 
     def slots(self) -> Iterator[Slot]:
-        """Of every lane."""
-        for lane in self.lanes.values():
-            yield from lane.slots
+        """Of every batch."""
+        for batch in self.batches.values():
+            yield from batch.slots
 
     def load(self) -> tuple[int, int]:
         """Rows that run, and tokens of prompts that are not through."""
         rows = sum(slot.times for slot in self.slots())
-        waiting = [slot for lane in self.lanes.values() for slot in lane.unread()]
+        waiting = [slot for batch in self.batches.values() for slot in batch.unread()]
         return rows, sum(len(slot.text) - slot.fed for slot in waiting)
 
     def expired(self) -> list[Event]:
@@ -116,9 +99,9 @@ class Scheduler:
 
     # --- who enters ---
 
-    def admit(self) -> Iterator[tuple[Request, list[Row], list[bytes]]]:
+    def admit(self) -> Iterator[tuple[Request, list[Sequence], list[bytes]]]:
         """The next requests, as many as fit, each with its rows and the keys of the pages that their texts have in
-        common. Each has entered a lane before the next one is asked for."""
+        common. Each has entered a batch before the next one is asked for."""
         if not self.waiting:
             return
         if not self.trials:
@@ -128,10 +111,10 @@ class Scheduler:
         reading = (slot for slot in self.slots() if slot.state is State.PREFILL)
         coming = {key for slot in reading for key in slot.keys}
         for request in list(self.waiting):
-            if self.trials and request.number not in self.trials[0]:
+            if not self.trials.admit(request.number):
                 continue
             # Alone it may enter however large.
-            if not self.fits(request, rows, pages) and self.lanes:
+            if not self.fits(request, rows, pages) and self.batches:
                 break
             keys, lacks = self._keys(request)
             # If that page is about to be read for another, it waits, and takes the page over.
@@ -142,12 +125,14 @@ class Scheduler:
             self.waiting.remove(request)
             yield request, self.resumed.pop(request.number, []) or self._rows(request), keys
 
-    def enter(self, key: Any, lane: Lane, rows: list[Row], keys: Sequence[bytes]) -> None:
-        """Rows of a request into a lane, which this is the name of from its first request to its last."""
+    def enter(
+        self, key: Any, batch: Batch, rows: list[Sequence], keys: abc.Sequence[bytes]
+    ) -> None:
+        """Rows of a request into a batch, which this is the name of from its first request to its last."""
         request = rows[0].request
         request.since, request.had = time.monotonic(), max(len(row.ids) for row in rows)
-        self.lanes[key] = lane
-        lane.admit(rows, keys)
+        self.batches[key] = batch
+        batch.admit(rows, keys)
 
     def _keys(self, request: Request) -> tuple[list[bytes], bytes | None]:
         """Keys of the full pages of what all its rows are fed first; and the first that nobody has published, of those
@@ -168,7 +153,7 @@ class Scheduler:
         for request in list(self.waiting):
             while not self.fits(request, rows, pages):
                 later = [r for r in self.running() if r.rank[:2] > request.rank[:2]]
-                later = later or self._long_served(request)
+                later = later or long_served(request, self.slots(), self.patience)
                 if not later:
                     return
                 before = self.room()
@@ -177,27 +162,6 @@ class Scheduler:
                 rows, pages = rows + now[0] - before[0], pages + now[1] - before[1]
             rows, pages = rows - self.row_count(request), pages - self.page_count(request)
 
-    def _long_served(self, first: Request) -> list[Request]:
-        """If one in the queue has waited long enough, twice as long for each turn that it has had: of those whose turn
-        is not after its own, who has had its row for as long and the longest, if that has come further since; its turn
-        is the next one from now on. A search would begin anew, so it goes on; and the late ones of a client's many
-        prompts are no reason to put others back."""
-        turn = first.rank[1]
-        late = time.monotonic() - self.patience * 2 ** min(turn, LATEST)
-        served: dict[int, Request] = {}
-        if first.since > late or first.turn > LATEST:
-            return []
-        for row in (slot.row for slot in self.slots()):
-            request, plain = row.request, row.request.settings.beams == 1
-            equal = request.priority == first.priority and request.rank[1] <= turn
-            if plain and equal and len(row.ids) > request.had:
-                served[request.number] = request
-        longest = min(served.values(), key=attrgetter("since"), default=None)
-        if longest is None or longest.since > late:
-            return []
-        longest.yielded = turn + 1 - longest.turn
-        return [longest]
-
     # --- rows and pages ---
 
     def room(self) -> tuple[int, int]:
@@ -205,7 +169,7 @@ class Scheduler:
         what is left is for those that come."""
         draining = None if self.careful else State.DRAINING
         taken = sum(slot.times for slot in self.slots() if slot.state is not draining)
-        owed = taken + sum(lane.owed(self.source_pages) for lane in self.lanes.values())
+        owed = taken + sum(batch.owed(self.source_pages) for batch in self.batches.values())
         return self.cap - taken, 0 if self.pool is None else self.pool.available - owed
 
     def fits(self, request: Request, rows: int, pages: int) -> bool:
@@ -223,36 +187,36 @@ class Scheduler:
         text = (len(request.ids) + said) // self.pool.page + 1 + self.row_count(request)
         return text + self.source_pages(request)
 
-    def outgrown(self, rows: list[Row]) -> bool:
+    def outgrown(self, rows: list[Sequence]) -> bool:
         """Whether a text is longer than the context."""
         return self.longest is not None and any(row.size > self.longest for row in rows)
 
     def _outgrown(self, request: Request) -> bool:
         return self.outgrown(self.resumed.get(request.number) or self._rows(request))
 
-    def _rows(self, request: Request) -> list[Row]:
+    def _rows(self, request: Request) -> list[Sequence]:
         count = request.settings.samples
-        return [Row(request, i, window=self.longest, border=self.border) for i in range(count)]
+        return [Sequence(request, i, window=self.longest, border=self.border) for i in range(count)]
 
     def progress(self) -> dict[int, int]:
         """How many tokens every running request has asked for, the fewest of its rows."""
         found: dict[int, int] = {}
         for slot in self.slots():
-            number = slot.row.request.number
-            asked = max(slot.said + slot.asked, len(slot.row.ids))
+            number = slot.request.number
+            asked = max(slot.said + slot.asked, len(slot.sequence.ids))
             found[number] = min(asked, found.get(number, asked))
         return found
 
     # --- taking requests out ---
 
-    def settle(self, lane: Lane) -> list[Event]:
+    def settle(self, batch: Batch) -> list[Event]:
         """Hand out what is finished and drop its rows."""
         events: list[Event] = []
-        over = lane.over()
+        over = batch.over()
         for i in over:
-            row = lane.rows[i]
+            row = batch.rows[i]
             if row.request.settings.beams > 1:
-                events.append(Event(row.request.number, done=lane.results(i)))
+                events.append(Event(row.request.number, done=batch.results(i)))
                 continue
             done = self.finished.setdefault(row.request.number, {})
             done[row.sample] = row.result()
@@ -260,7 +224,7 @@ class Scheduler:
                 del self.finished[row.request.number]
                 events.append(Event(row.request.number, done=[done[k] for k in sorted(done)]))
         if over:
-            self._drop(lane, over)
+            self._drop(batch, over)
         return events
 
     def done(self, events: list[Event]) -> list[Event]:
@@ -293,14 +257,14 @@ class Scheduler:
         request.since = time.monotonic()
         insort(self.waiting, request, key=RANK)
 
-    def take(self, request: Request, why: str = "") -> tuple[list[Row], list[Result]]:
+    def take(self, request: Request, why: str = "") -> tuple[list[Sequence], list[Result]]:
         """Free what a running request holds: its rows, or the results of its beams if it is stopped."""
-        lane = next(x for x in self.lanes.values() if request in x.requests())
-        index = [i for i, row in enumerate(lane.rows) if row.request is request]
-        rows, results = [lane.rows[i] for i in index], list[Result]()
+        batch = next(x for x in self.batches.values() if request in x.requests())
+        index = [i for i, row in enumerate(batch.rows) if row.request is request]
+        rows, results = [batch.rows[i] for i in index], list[Result]()
         if request.settings.beams > 1:
-            rows, results = [], lane.results(index[0], why) if why else []
-        self._drop(lane, index)
+            rows, results = [], batch.results(index[0], why) if why else []
+        self._drop(batch, index)
         return rows, results
 
     def stop(self, number: int, why: str, error: str | None = None) -> list[Event]:
@@ -311,7 +275,7 @@ class Scheduler:
             return []
         if request in self.waiting:
             self.waiting.remove(request)
-            rows: list[Row] = self.resumed.get(number, [])
+            rows: list[Sequence] = self.resumed.get(number, [])
             results: list[Result] = []
         else:
             rows, results = self.take(request, why)
@@ -330,77 +294,51 @@ class Scheduler:
             results = [done[i] for i in sorted(done)]
         return [Event(number, done=results)]
 
-    def _drop(self, lane: Lane, index: list[int]) -> None:
-        lane.drop(index)
-        if not lane.slots:
-            self.lanes = {key: x for key, x in self.lanes.items() if x is not lane}
+    def _drop(self, batch: Batch, index: list[int]) -> None:
+        batch.drop(index)
+        if not batch.slots:
+            self.batches = {key: x for key, x in self.batches.items() if x is not batch}
 
     # --- steps that raise ---
-
-    def snapshot(self) -> Snapshot:
-        """As it is before a step."""
-        self.tried = {}
-        resumed = dict(self.resumed)
-        for row in (slot.row for slot in self.slots()):
-            # A search begins anew.
-            if row.request.settings.beams == 1:
-                resumed.setdefault(row.request.number, []).append(row)
-        return Snapshot(
-            first=self.count,
-            waiting=list(self.waiting),
-            resumed=resumed,
-            lengths=[(row, len(row.ids)) for rows in resumed.values() for row in rows],
-            running={request.number: request for request in self.running()},
-            progress=self.progress(),
-            finished={number: dict(done) for number, done in self.finished.items()},
-            deadlines=dict(self.deadlines),
-            scores=dict(self.scores),
-        )
-
-    def restore(self, before: Snapshot) -> None:
-        """After a step that raised. It may have left pages in any state, so none is trusted: every request is in the
-        queue, with what it had said before."""
-        self.careful = True
-        new = [r for r in self.waiting if r.number >= before.first]
-        still = {r.number for r in self.waiting}
-        every = (*before.running.values(), *before.waiting)
-        ran = [r.number for r in every if r.number not in still]
-        self.tried = {number: before.progress.get(number, 0) for number in ran}
-        self.lanes, self.resumed, self.finished = {}, before.resumed, before.finished
-        self.waiting = sorted([*every, *new], key=RANK)
-        self.deadlines.update(before.deadlines)
-        self.scores.update(before.scores)
-        for row, size in before.lengths:
-            row.rollback(size)
 
     def blame(self, short: bool) -> int | None:
         """After a step that raised, for want of memory where it was `short`: the number of the request that ran alone.
         Of several that ran, fewer are tried from now on, or halves of them apart."""
-        on_trial, tried = bool(self.trials), list(self.tried.items())
-        self.trials = self.trials[1:]
-        if len(tried) == 1:
+        on_trial, tried = bool(self.trials), self.trials.tried
+        alone = self.trials.split(short)
+        if alone is not None:
             if not short:
                 self.cap = self.rows
-            return tried[0][0]
         # If nobody is found, as it takes several to fail, they meet again as fewer.
-        if not on_trial or short:
-            rows = [self.row_count(r) for r in self.waiting if r.number in self.tried]
+        elif not on_trial or short:
+            rows = [self.row_count(r) for r in self.waiting if r.number in tried]
             self.cap = max(1, sum(rows) // 2)
-        if not short:
-            half = len(tried) // 2
-            self.trials = [dict(tried[:half]), dict(tried[half:]), *self.trials]
-        return None
+        return alone
 
     def judge(self) -> None:
-        """Who has come further than where a step raised is not at fault. When all on trial have, it is the others'
-        turn, or everybody's."""
-        now, waiting = self.progress(), {request.number for request in self.waiting}
-        self.trials[0] = {
-            number: mark
-            for number, mark in self.trials[0].items()
-            if number in waiting or now.get(number, math.inf) <= mark
-        }
-        if not self.trials[0]:
-            self.trials.pop(0)
+        """When all on trial have come further than where a step raised, it is the others' turn, or everybody's."""
+        if self.trials and self.trials.judge(self.progress(), {r.number for r in self.waiting}):
             for request in list(self.running()) if self.trials else ():
                 self.preempt(request)
+
+
+def long_served(first: Request, slots: Iterator[Slot], patience: float) -> list[Request]:
+    """If one in the queue has waited long enough, twice as long for each turn that it has had: of those whose turn is
+    not after its own, who has had its row for as long and the longest, if that has come further since; its turn is the
+    next one from now on. A search would begin anew, so it goes on; and the late ones of a client's many prompts are no
+    reason to put others back."""
+    turn = first.rank[1]
+    late = time.monotonic() - patience * 2 ** min(turn, LATEST)
+    served: dict[int, Request] = {}
+    if first.since > late or first.turn > LATEST:
+        return []
+    for slot in slots:
+        request, plain = slot.request, slot.settings.beams == 1
+        equal = request.priority == first.priority and request.rank[1] <= turn
+        if plain and equal and len(slot.sequence.ids) > request.had:
+            served[request.number] = request
+    longest = min(served.values(), key=attrgetter("since"), default=None)
+    if longest is None or longest.since > late:
+        return []
+    longest.yielded = turn + 1 - longest.turn
+    return [longest]

@@ -51,7 +51,7 @@ def padded(texts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor
 
 
 class Draft:
-    """A small model that guesses greedily, and its own cache, one row for each row of a lane."""
+    """A small model that guesses greedily, and its own cache, one row for each row of a batch."""
 
     def __init__(self, model: Any):
         self.model, self.border = model, border(model)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.decode.engine import Engine
-from regard.decode.runner import Runner, why_plain
+from regard.decode.runners.steps import GraphSteps, why_plain
 from regard.decode.settings import Request, Settings
 from regard.fast.cuda import decoder
 from regard.fast.cuda.generic import GenericBlock, GenericMechanism, GenericPart
@@ -47,8 +47,8 @@ def why_unseen(model: Model) -> str:
     return ""
 
 
-class GraphRun(Runner):
-    """The runner of an engine that is made to say the given tokens: every prompt is read once, and
+class GraphRun(GraphSteps):
+    """The steps of an engine that is made to say the given tokens: every prompt is read once, and
     goes on as two samples. On a GPU its steps run one by one, as they do elsewhere."""
 
     def __init__(self, model: Model, given: Given):
@@ -59,14 +59,13 @@ class GraphRun(Runner):
         # A chunk is not a whole number of prompts, so that some are read in two parts.
         how: Any = {"rows": rows, "pages": pages, "page": PAGE, "chunk": given.common + 1}
         self.engine = Engine(model, runner="graph", prefix=False, **how)
-        lane = self.engine.slots
-        assert lane is not None
-        made = lane.runner
-        self.slots = lane
-        lane.runner = self
+        assert self.engine.graph is not None
+        self.slots = self.engine.graph.batches[None]
+        made = self.slots.steps
+        self.slots.steps = self.engine.graph.steps = self
         twin = watch(made.fast, self.watcher)
         super().__init__(model, made.pool, made.rows, made.length, fast=twin)
-        self.graph = False
+        self.graph = self.recorder.records = False
 
     def run_all(self) -> Trace:
         given = self.trace.given
@@ -84,7 +83,7 @@ class GraphRun(Runner):
     def texts(self) -> dict[int, int]:
         """Which row of the texts each slot holds."""
         half = self.trace.size[0] // 2
-        each = ((slot.index, slot.row) for slot in self.slots.slots)
+        each = ((slot.index, slot.sequence) for slot in self.slots.slots)
         return {i: row.request.number + half * row.sample for i, row in each}
 
     def hidden(self, ids: Tensor, pos: Tensor, pages: Any, *rest: Any) -> Any:

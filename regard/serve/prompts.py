@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from regard.decode.check import context_of, written
-from regard.decode.runner import source_length
+from regard.decode.sources import source_length
 from regard.serve import schemas
 from regard.serve.edge import HTTPError, HTTPRequest
 from regard.serve.grammar import told_tools

@@ -32,7 +32,7 @@ import regard.decode.scheduler as scheduler_module
 from regard.cache import taken_back
 from regard.decode.check import context_of, written
 from regard.decode.engine import Engine
-from regard.decode.runner import why_plain
+from regard.decode.runners.steps import why_plain
 from regard.decode.settings import Event, Request, Result, Settings
 from regard.errors import UsageError
 from regard.fast.invariant import invariant
@@ -297,7 +297,7 @@ def _play(seed: int, faults: bool, starved: bool, requests: int) -> Counter[str]
         engine.scheduler.finished,
         engine.scheduler.resumed,
         engine.scheduler.deadlines,
-        engine.scores,
+        engine.scheduler.scores,
     ]
     assert not any(left), f"of requests that are done something is left: {left}"
     full(engine.pool)
@@ -317,12 +317,13 @@ def held(engine: Engine) -> None:
     """The books of pages agree with the tables of all rows."""
     if engine.pool is None:
         return
-    slots = [slot for lane in engine._graphs() for slot in lane.slots]
+    graphs = [] if engine.graph is None else list(engine.graph.batches.values())
+    slots = [slot for batch in graphs for slot in batch.slots]
     tables = [slot.pages for slot in slots]
     tables += [pages for slot in slots for pages in getattr(slot, "own", [])]
     tables += [m.pages for m in {id(s.memory): s.memory for s in slots if s.memory}.values()]
-    plain = [lane for lane in engine.scheduler.lanes.values() if lane not in engine._graphs()]
-    caches = [cache for lane in plain for cache in lane.caches()]
+    plain = [batch for batch in engine.scheduler.batches.values() if batch not in graphs]
+    caches = [cache for batch in plain for cache in batch.caches()]
     caches += [cache.cross for cache in caches if cache.cross is not None]
     tables += [table for cache in caches for table in getattr(cache, "tables", [])]
     engine.pool.check(tables)

@@ -70,7 +70,7 @@ Guilty = Callable[[Tensor, Tensor], Tensor]
 def raising(engine: Engine, guilty: Guilty, fault: Exception) -> Iterator[None]:
     """Every forward of every runner embeds its tokens: it raises where some (ids, positions) are `guilty`."""
 
-    models = [engine.model, *([engine.slots.runner.fast] if engine.slots else [])]
+    models = [engine.model, *([engine.graph.steps.fast] if engine.graph else [])]
     kinds = {type(getattr(m, m.words)) for m in models}
     with pytest.MonkeyPatch.context() as patch:
         for kind in kinds:
@@ -149,7 +149,7 @@ def test_a_choice_that_raises_ends_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         assert not (at.bool() & (count == 3)).any()
         return real(logits, columns, count)
 
-    monkeypatch.setattr("regard.decode.plain.choose", choose)
+    monkeypatch.setattr("regard.decode.sampler.choose", choose)
     found = answered(engine_of("paged", "drawn"), asked)
     assert [found[i][0].ids for i in (0, 1, 3)] == [want[i][0] for i in (0, 1, 3)]
     assert found[2][0].finish == "error" and found[2][0].ids == want[2][0][:3]

@@ -245,8 +245,8 @@ def test_pool_that_just_fits_a_request_runs_it_to_its_end(name: str, runner: str
                 need = source + -(-(text - 1) // 4) + settings.beams * -(-new // 4)
             how: Any = {"runner": runner, "page": 4}
             engine = Engine(model(name), pages=need, prefix=size % 2 > 0, **how)
-            if engine.slots is not None:
-                engine.slots.runner.look = 1
+            if engine.graph is not None:
+                engine.graph.steps.look = 1
             engine.submit(request(name, prompt, settings))
             for _ in range(4):
                 engine.step()

@@ -343,7 +343,7 @@ def test_ledger_is_even_after_thousands_of_random_operations(seed: int, prefix: 
 
 
 def _tables(engine: Engine) -> list[list[int]]:
-    caches = [cache for lane in engine.scheduler.lanes.values() for cache in lane.caches()]
+    caches = [cache for batch in engine.scheduler.batches.values() for cache in batch.caches()]
     return [table for cache in caches for table in cache.tables]
 
 

@@ -52,8 +52,8 @@ def after(m: Any, ids: list[int]) -> Tensor:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("width", [1, 2, 3, 7, 40])
 def test_lane_equals_plain_beam_search_without_an_end(width: int, seed: int) -> None:
-    """No text ends before the others: then the lane keeps what the plain form keeps. The plain form's width may pass
-    the number of texts; then it finds them all, and so does the lane."""
+    """No text ends before the others: then the batch keeps what the plain form keeps. The plain form's width may pass
+    the number of texts; then it finds them all, and so does the batch."""
     m, prompt = small(seed), [1, 0, 2]
     plain = beam_search(lambda ids: after(m, [*prompt, *ids]), width, max_len=4)
     s = Settings(

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.decode import plain
+from regard.decode import sampler
 from regard.decode.engine import Engine
-from regard.decode.lane import SLICE
+from regard.decode.sequence import SLICE
 from regard.decode.settings import Result, Settings
 from tests.decode.test_laws import CLOSE, forced
 from tests.decode.tiny import VOCAB, full, model, prompts, request, run
@@ -55,13 +55,13 @@ def served(
 def test_as_many_best_tokens_are_looked_for_as_somebody_asks(
     asked: tuple[int, int], want: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counts, real = set[int](), plain.best_of
+    counts, real = set[int](), sampler.best_of
 
     def noted(logits: Tensor, count: int) -> Any:
         counts.add(count)
         return real(logits, count)
 
-    monkeypatch.setattr(plain, "best_of", noted)
+    monkeypatch.setattr(sampler, "best_of", noted)
     some = [([3, 4], Settings(max_new_tokens=3, top_logprobs=n)) for n in asked]
     results = served("gqa_rope", some, layout="contiguous")
     assert counts == {want}

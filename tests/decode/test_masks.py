@@ -14,7 +14,7 @@ import torch
 
 import regard
 from regard.decode.engine import Engine
-from regard.decode.lane import pack
+from regard.decode.sequence import pack
 from regard.decode.settings import Settings
 from regard.errors import UsageError
 from tests.decode.test_steps import Fragile
@@ -242,8 +242,8 @@ def test_slot_that_had_a_mask_has_none() -> None:
 def test_token_is_fed_before_its_follower_has_a_mask(name: str) -> None:
     """In a graph; and once, also where others come and go beside it. A state is fed with the choice."""
     engine = Engine(model(name), runner="graph", page=4, pages=60, rows=4)
-    assert engine.slots is not None
-    runner, order = engine.slots.runner, list[str]()
+    assert engine.graph is not None
+    runner, order = engine.graph.steps, list[str]()
 
     def noted(part: str, call: Any) -> Any:
         def new(first: int, *rest: Any) -> Any:

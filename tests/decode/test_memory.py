@@ -62,7 +62,7 @@ def test_paged_waste_is_below_a_page_a_sequence(page: int) -> None:
     looked = 0
     while not engine.idle:
         engine.step()
-        caches = [cache for lane in engine.scheduler.lanes.values() for cache in lane.caches()]
+        caches = [cache for batch in engine.scheduler.batches.values() for cache in batch.caches()]
         assert all(isinstance(cache, Paged) for cache in caches)
         kept = [n for cache in caches for n in cache.lengths.tolist()]
         slots = page * sum(engine.pool.users)
@@ -79,8 +79,8 @@ def test_samples_waste_less_than_a_page_each_and_share_the_rest() -> None:
     )
     for _ in range(6):
         engine.step()
-        (lane,) = engine.scheduler.lanes.values()
-        lengths = lane.cache.lengths.tolist()
+        (batch,) = engine.scheduler.batches.values()
+        lengths = batch.cache.lengths.tolist()
         own = sum(n - 20 for n in lengths)  # five full pages are common
         assert (
             20 + own

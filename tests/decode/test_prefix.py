@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from regard.decode.engine import Engine
-from regard.decode.lane import page_keys
+from regard.decode.sequence import page_keys
 from regard.decode.settings import Settings
 from tests.decode.tiny import Counted, answers, full, model, prompts, request, run
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from regard.decode.engine import Engine
+from regard.decode.runners.slots import GraphBatch
 from regard.decode.settings import Settings
 from regard.errors import UsageError
 from tests.decode.tiny import answers, full, model, prompts, request
@@ -63,10 +64,11 @@ def test_prompt_that_is_read_makes_way_for_a_higher_priority() -> None:
 
 def measure(engine: Engine, number: int) -> int:
     """What of a request's text has been read or said; more with each step that serves it. -1: it waits."""
-    for lane in engine.scheduler.lanes.values():
-        for slot in lane.slots:
-            if slot.row.request.number == number:
-                return slot.fed + (slot.asked if lane is engine.slots else len(slot.row.ids))
+    for batch in engine.scheduler.batches.values():
+        for slot in batch.slots:
+            if slot.sequence.request.number == number:
+                graph = isinstance(batch, GraphBatch)
+                return slot.fed + (slot.asked if graph else len(slot.sequence.ids))
     return -1
 
 

@@ -8,9 +8,10 @@ import torch
 
 from regard.decode.beam import Group, Search, Shape
 from regard.decode.engine import Engine
-from regard.decode.lane import Row
-from regard.decode.plain import PlainLane, sources
+from regard.decode.runners.rows import PlainBatch
+from regard.decode.sequence import Sequence
 from regard.decode.settings import Settings
+from regard.decode.sources import sources
 from tests.decode.tiny import (
     VOCAB,
     Counted,
@@ -74,7 +75,7 @@ def test_beam_width_one_is_greedy(name: str) -> None:
     s, m = Settings(max_new_tokens=12, eos=ENDS), model(name)
     for prompt in prompts((4, 7)):
         search, cache, asked = Search(Shape.of(s)), m.cache(1), request(name, prompt, s)
-        group = Group(Row(asked, 0), asked.ids)
+        group = Group(Sequence(asked, 0), asked.ids)
         with torch.inference_mode():
             given = sources([asked], torch.device("cpu"))
             ids = torch.tensor([asked.ids])
@@ -118,11 +119,11 @@ def test_beams_share_one_row_of_the_source(name: str) -> None:
         engine.submit(request(name, prompt, Settings(max_new_tokens=9, beams=4), key=i))
     for _ in range(5):
         engine.step()
-        (lane,) = engine.scheduler.lanes.values()
-        assert lane.cache.batch == 12
-        assert lane.cache.cross.batch == 3
+        (batch,) = engine.scheduler.batches.values()
+        assert batch.cache.batch == 12
+        assert batch.cache.cross.batch == 3
         # Its pages are counted once.
-        held = [page for table in getattr(lane.cache.cross, "tables", []) for page in table]
+        held = [page for table in getattr(batch.cache.cross, "tables", []) for page in table]
         assert [engine.pool.users[page] for page in held] == [1] * (5 if name == "twin" else 0)
 
 
@@ -174,7 +175,7 @@ def test_samples_and_beams_are_rows_of_one_lane() -> None:
         engine.submit(request("gqa_rope", [1, 2], settings))
     for _ in range(5):
         engine.step()
-        assert [type(lane) for lane in engine.scheduler.lanes.values()] == [PlainLane]
+        assert [type(batch) for batch in engine.scheduler.batches.values()] == [PlainBatch]
 
 
 # --- as many texts as were asked for ------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from regard.decode.filters import min_p, top_k, top_p
-from regard.decode.lane import Row, Slot
-from regard.decode.plain import PlainLane
+from regard.decode.sampler import Sampler
 from regard.decode.sampling import adjusted, draw, greedy, repeat, uniform, uses
+from regard.decode.sequence import Sequence
 from regard.decode.settings import Request, Settings
 from regard.errors import UsageError
 
@@ -23,26 +23,23 @@ def random_logits(*shape: int, seed: int = 0) -> Tensor:
     return 2.0 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def lane(settings: list[Settings], prompts: list[list[int]] | None = None) -> PlainLane:
-    """Rows at their first token; what they choose from is given, so there is no model."""
+def sampler(settings: list[Settings], prompts: list[list[int]] | None = None) -> Sampler:
+    """Of rows at their first token."""
     prompts = prompts or [[1]] * len(settings)
-    made = PlainLane(None, [], {})
-    for i, (s, prompt) in enumerate(zip(settings, prompts, strict=True)):
-        made.slots.append(Slot(Row(Request(prompt, s, number=i), 0), prompt))
-    made._seat(made.slots)
-    return made
+    both = zip(settings, prompts, strict=True)
+    return Sampler([Sequence(Request(p, s, number=i), 0) for i, (s, p) in enumerate(both)])
 
 
 def chosen(
     logits: Tensor, settings: list[Settings], prompts: list[list[int]] | None = None
 ) -> list[int]:
-    return [row.ids[-1] for row in said(logits, settings, prompts).rows]
+    return [row.ids[-1] for row in said(logits, settings, prompts).sequences]
 
 
 def said(
     logits: Tensor, settings: list[Settings], prompts: list[list[int]] | None = None
-) -> PlainLane:
-    made = lane(settings, prompts)
+) -> Sampler:
+    made = sampler(settings, prompts)
     made.choose(logits)
     return made
 
@@ -101,12 +98,12 @@ def meant(p: Tensor, setting: dict[str, Any]) -> Tensor:
 
 def drawn(logits: Tensor, settings: Settings, rows: int = 2000) -> Tensor:
     """How often each token was chosen in DRAWS draws: `rows` requests at many positions each."""
-    many, counts = lane([settings] * rows), torch.zeros(logits.shape[-1])
+    many, counts = sampler([settings] * rows), torch.zeros(logits.shape[-1])
     for _ in range(DRAWS // rows):
         used = uses(settings)
-        tokens = many.pick(logits.expand(rows, -1), many.rows, list(range(rows)), used)
+        tokens = many.pick(logits.expand(rows, -1), many.sequences, list(range(rows)), used)
         counts += torch.bincount(tokens, minlength=logits.shape[-1])
-        for row in many.rows:
+        for row in many.sequences:
             row.ids.append(0)
     return counts.double()
 
@@ -218,10 +215,10 @@ def test_draws_do_not_depend_on_neighbours() -> None:
     prompts = [[1, 2]] * 6
     together = chosen(logits, each, prompts)
     for i, s in enumerate(each):
-        alone = lane([s], prompts[:1])
-        alone.rows[0].request.number = i  # what keys its random numbers
+        alone = sampler([s], prompts[:1])
+        alone.sequences[0].request.number = i  # what keys its random numbers
         alone.choose(logits[i : i + 1])
-        assert alone.rows[0].ids == [together[i]]
+        assert alone.sequences[0].ids == [together[i]]
 
 
 # --- filters ------------------------------------------------------------------------------------------------------
@@ -320,15 +317,15 @@ def test_small_temperature_approaches_greedy() -> None:
 def test_presence_and_frequency_penalties_are_openai_s() -> None:
     """mu_j - c_j * frequency - [c_j > 0] * presence, c_j counting what was said, not the prompt."""
     logits = random_logits(1, 9)
-    made = lane([Settings(presence_penalty=0.7, frequency_penalty=0.3)], [[0, 1, 1, 5]])
+    made = sampler([Settings(presence_penalty=0.7, frequency_penalty=0.3)], [[0, 1, 1, 5]])
     for token in (2, 4, 2, 2):
         made.choose(torch.full((1, 9), -50.0).index_fill(1, torch.tensor([token]), 50.0))
-    assert made.rows[0].ids == [2, 4, 2, 2]
+    assert made.sequences[0].ids == [2, 4, 2, 2]
     expect = logits.clone()
     expect[0, 2] -= 3 * 0.3 + 0.7
     expect[0, 4] -= 1 * 0.3 + 0.7
     assert made._columns is not None
-    columns = made._columns.at(slice(None), uses(made.rows[0].request.settings))
+    columns = made._columns.at(slice(None), uses(made.sequences[0].request.settings))
     torch.testing.assert_close(adjusted(logits, columns, torch.tensor([4])), expect)
 
 
@@ -339,23 +336,23 @@ def test_repetition_penalty_counts_prompt_and_answer() -> None:
     assert repeat(logits, counts, 2.0).tolist() == [[1.0, -4.0, 2.0, -2.0, 0.0]]
     given = torch.tensor([[3.0, 2.9, 2.8, 0.0, 0.0]])
     made = said(given, [Settings(repetition_penalty=2.0)], [[0]])
-    assert made.rows[0].ids == [1]  # 0 is in the prompt
+    assert made.sequences[0].ids == [1]  # 0 is in the prompt
     made.choose(given)
-    assert made.rows[0].ids == [1, 2]  # and 1 was said
+    assert made.sequences[0].ids == [1, 2]  # and 1 was said
 
 
 def test_counts_of_said_tokens_survive_rows_that_come_and_go() -> None:
     """Counts are kept from step to step and made anew with the batch: both ways they count the same."""
     s = Settings(frequency_penalty=0.8, temperature=0.7)
     given = [random_logits(3, 9, seed=i) for i in range(6)]
-    steady = lane([s] * 3)
-    moving = lane([s] * 3)
+    steady = sampler([s] * 3)
+    moving = sampler([s] * 3)
     for step, logits in enumerate(given):
         steady.choose(logits)
         moving.choose(logits)
         if step % 2:
             moving._columns = None
-    assert [r.ids for r in steady.rows] == [r.ids for r in moving.rows]
+    assert [r.ids for r in steady.sequences] == [r.ids for r in moving.sequences]
 
 
 def test_logprobs_are_the_models_own() -> None:
@@ -363,7 +360,7 @@ def test_logprobs_are_the_models_own() -> None:
     logits = random_logits(4, VOCAB)
     s = Settings(temperature=1.9, top_k=4, logit_bias=((3, 2.0),), repetition_penalty=1.3)
     made = said(logits, [s] * 4)
-    for row, logp in zip(made.rows, logits.log_softmax(-1)):
+    for row, logp in zip(made.sequences, logits.log_softmax(-1)):
         assert row.logprobs == pytest.approx([float(logp[row.ids[0]])])
 
 

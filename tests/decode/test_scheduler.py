@@ -10,20 +10,22 @@ from typing import Any
 import pytest
 
 from regard.cache import BlockTable, OutOfPages, PagePool
-from regard.decode.lane import Lane, Row, Slot, State
+from regard.decode.batch import Batch, Reading
 from regard.decode.scheduler import Scheduler
+from regard.decode.sequence import Sequence, Slot, State
 from regard.decode.settings import Event, Request, Settings
+from regard.decode.trials import Snapshot
 
 
-class Counting(Lane):
+class Counting(Batch):
     """Rows that say how many tokens their texts have, in pages of books without memory."""
 
     def _adopt(self, slot: Slot) -> None:
         keys = self._adoptable(slot)
-        slot.row.keys = keys[: slot.pages.adopt(keys)]
+        slot.sequence.keys = keys[: slot.pages.adopt(keys)]
         slot.fed = len(slot.pages) * self.pool.page
 
-    def _slot(self, row: Row) -> Slot:
+    def _slot(self, row: Sequence) -> Slot:
         slot = super()._slot(row)
         if self.pool is not None:
             slot.pages = BlockTable(self.pool)
@@ -44,11 +46,11 @@ class Counting(Lane):
                     self._say(s)
 
     def _say(self, slot: Slot) -> None:
-        self.events += slot.row.append_token(slot.row.size, 0.0, [])
+        self.events += slot.sequence.append_token(slot.sequence.size, 0.0, [])
 
     def step(self) -> None:
         for slot in [s for s in self.slots if s.asked and not s.over]:
-            self._reserve(slot, slot.row.size)
+            self._reserve(slot, slot.sequence.size)
             self._say(slot)
             if self.prefix:
                 self._publish(slot, slot.pages)
@@ -66,22 +68,23 @@ def turn(scheduler: Scheduler, faulty: Callable[[], bool] | None = None) -> list
     events = scheduler.expired()
     for _, rows, keys in scheduler.admit():
         pool: Any = scheduler.pool
-        lane = scheduler.lanes.get(0) or Counting(pool, scheduler.prefix, 16, scheduler.scores)
-        scheduler.enter(0, lane, rows, keys)
-    for lane in list(scheduler.lanes.values()):
-        for part in (lane.ask, lane.step):
-            while lane.slots:
+        batch = scheduler.batches.get(0) or Counting(
+            pool, Reading(scheduler.prefix, 16, scheduler.scores)
+        )
+        scheduler.enter(0, batch, rows, keys)
+    for batch in list(scheduler.batches.values()):
+        for part in (batch.ask, batch.step):
+            while batch.slots:
                 try:
                     part()
                     break
                 except OutOfPages:
                     scheduler.preempt_last()
-            said, lane.events = lane.events, []
-            events += said + scheduler.settle(lane)
+            said, batch.events = batch.events, []
+            events += said + scheduler.settle(batch)
     if faulty is not None and faulty():
         raise Fault
-    if scheduler.trials:
-        scheduler.judge()
+    scheduler.judge()
     return scheduler.done(events)
 
 
@@ -201,12 +204,12 @@ def test_nothing_is_lost_where_pages_are_short_and_steps_raise(seed: int) -> Non
         elif kind < 0.31 and len(list(scheduler.running())) > 1:
             scheduler.preempt_last()
         else:
-            before = scheduler.snapshot()
+            before = Snapshot.of(scheduler)
             said = {id(row): list(row.ids) for row, _ in before.lengths}
             try:
                 take(turn(scheduler, lambda: rng.random() < 0.05))
             except Fault:
-                scheduler.restore(before)
+                before.restore(scheduler)
                 pool.clear()
                 assert all(row.ids == said[id(row)] for row, _ in before.lengths)
                 fault = scheduler.blame(short=rng.random() < 0.5)
@@ -233,11 +236,11 @@ def test_rows_are_tried_apart_until_the_one_at_fault_is_alone() -> None:
     scheduler, found = Scheduler(8), list[int | None]()
     numbers = [scheduler.submit(Request([i], Settings(max_new_tokens=50))) for i in range(8)]
     while not any(found):
-        before = scheduler.snapshot()
+        before = Snapshot.of(scheduler)
         try:
             turn(scheduler, lambda: numbers[5] in {r.number for r in scheduler.running()})
         except Fault:
-            scheduler.restore(before)
+            before.restore(scheduler)
             found.append(scheduler.blame(short=False))
     # Of eight, four, two and one.
     assert found == [None, None, None, numbers[5]]

@@ -98,12 +98,12 @@ def test_short_memory_at_every_kth_pass_hurts_nobody_else(every: int) -> None:
 
 def test_short_memory_in_a_graph_hurts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(model("gqa_rope"), runner="graph", page=4, pages=60)
-    runner, calls, raised = engine.slots.runner, iter(range(1, 10**6)), []
+    runner, calls, raised = engine.graph.steps, iter(range(1, 10**6)), []
     run, runner.look = runner.run, 2
 
     def short(*args: Any) -> Any:
         # Alone, it would be the request's own fault.
-        if len(engine.slots.requests()) > 1 and (call := next(calls)) in (2, 3, 5):
+        if len(engine.graph.batches[None].requests()) > 1 and (call := next(calls)) in (2, 3, 5):
             raised.append(call)
             raise torch.OutOfMemoryError("CUDA out of memory")
         return run(*args)

@@ -17,7 +17,7 @@ from regard.attention.protocol import Context
 from regard.block import Tower
 from regard.cache import FIRST, Sinks
 from regard.decode.engine import Engine
-from regard.decode.plain import streams
+from regard.decode.runners.outgrown import streams
 from regard.decode.settings import Request, Result, Settings
 from regard.errors import UsageError
 from regard.layers import LM, MLP

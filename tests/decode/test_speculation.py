@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from regard.decode.engine import Engine
-from regard.decode.lane import Row
+from regard.decode.sequence import Sequence
 from regard.decode.settings import Request, Settings
 from regard.decode.speculate import LONGEST, Index
 from tests.decode.tiny import (
@@ -97,7 +97,7 @@ def test_lookup_finds_the_latest_longest_run() -> None:
 
 
 def test_row_looks_up_all_that_it_has_said() -> None:
-    row = Row(Request([5, 6, 7], Settings(max_new_tokens=20, lookup=3)), 0)
+    row = Sequence(Request([5, 6, 7], Settings(max_new_tokens=20, lookup=3)), 0)
     for said in ([5], [5, 8, 9], [5, 8, 9, 2, 8]):
         row.ids = list(said)
         assert row.guesses() == Index([5, 6, 7, *said]).after(3) and row.index is not None

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from regard.decode.engine import Engine
-from regard.decode.plain import PlainLane
+from regard.decode.runners.rows import PlainBatch
 from regard.decode.settings import Settings
 from tests.decode.test_priorities import WAYS, ways
 from tests.decode.tiny import answers, full, model, prompts, request
@@ -19,9 +19,9 @@ OPTIONS = {
 
 def engine_of(way: str, **more: Any) -> Engine:
     engine = Engine(model("gqa_rope"), **OPTIONS[way], **more)
-    if engine.slots is not None:
+    if engine.graph is not None:
         # A round is a step, as elsewhere.
-        engine.slots.runner.look = 1
+        engine.graph.steps.look = 1
     return engine
 
 
@@ -125,14 +125,14 @@ def test_short_prompts_do_not_wait_for_long_ones(way: str) -> None:
 
 @pytest.mark.parametrize("name", ["pair", "twin", "captioner"])
 def test_sources_are_read_a_chunk_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, real = list[int](), PlainLane._read
+    read, real = list[int](), PlainBatch._read
 
-    def counted(lane: PlainLane, group: Any) -> None:
-        if lane.chunk == 40:
-            read.append(sum(lane._source(slot) + size for slot, size in group))
-        real(lane, group)
+    def counted(batch: PlainBatch, group: Any) -> None:
+        if batch.chunk == 40:
+            read.append(sum(batch._source(slot) + size for slot, size in group))
+        real(batch, group)
 
-    monkeypatch.setattr(PlainLane, "_read", counted)
+    monkeypatch.setattr(PlainBatch, "_read", counted)
     s = Settings(max_new_tokens=2)
     engine = Engine(model(name), rows=16, chunk=40, page=2, pages=400)
     asked = [(p, s) for p in prompts([9] * 12)]
@@ -239,8 +239,8 @@ def test_room_is_what_those_who_run_leave() -> None:
     assert engine.pool is not None
     left = [
         len(slot.text) - slot.fed
-        for lane in engine.scheduler.lanes.values()
-        for slot in lane.unread()
+        for batch in engine.scheduler.batches.values()
+        for slot in batch.unread()
     ]
     owed = sum(-(-n // 4) for n in left)
     assert left and engine.scheduler.room() == (3, engine.pool.available - 3 - owed)

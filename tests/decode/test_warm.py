@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from regard.decode.engine import Engine
-from regard.decode.runner import Runner
+from regard.decode.runners.steps import GraphSteps
 from regard.decode.settings import Request, Settings
 from regard.fast.cuda.record import Recorder
 from regard.kernels.triton import measured
@@ -37,26 +37,19 @@ class Played:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[int]]:
     """Keys of what is recorded, and how many steps were played, as if there were a GPU."""
-    keys, played, init = list[Any](), [0], Runner.__init__
+    keys, played, init = list[Any](), [0], GraphSteps.__init__
 
     def record(self: Recorder, key: Any, call: Callable[[], Any]) -> None:
         keys.append(key)
         self.graphs[key] = Played(call, played)  # type: ignore[assignment]
 
-    def tried(self: Recorder, key: Any, call: Any, state: Sequence[torch.Tensor]) -> None:
-        before = [x.clone() for x in state]
-        call()
-        record(self, key, call)
-        for x, old in zip(state, before, strict=True):
-            x.copy_(old)
-
-    def begun(self: Runner, *given: Any, **more: Any) -> None:
+    def begun(self: GraphSteps, *given: Any, **more: Any) -> None:
         init(self, *given, **more)
-        self.records = True
+        self.recorder.records = True
 
     monkeypatch.setattr(Recorder, "record", record)
-    monkeypatch.setattr(Recorder, "try_and_record", tried)
-    monkeypatch.setattr(Runner, "__init__", begun)
+    monkeypatch.setattr(Recorder, "rehearse", lambda self, call: call())
+    monkeypatch.setattr(GraphSteps, "__init__", begun)
     return keys, played
 
 
@@ -94,8 +87,8 @@ def test_more_rows_do_the_work_of_fewer(watched: tuple[list[Any], list[int]]) ->
     net, kinds = model("gqa_rope"), [KINDS["greedy"], KINDS["drawn"]]
     engine = Engine(net, runner="graph", rows=8, pages=200)
     engine.put_off()
-    assert engine.slots is not None
-    runner, plain = engine.slots.runner, Engine(net, runner="torch", rows=8)
+    assert engine.graph is not None
+    runner, plain = engine.graph.steps, Engine(net, runner="torch", rows=8)
     while len({key[-1] for key in keys}) < 2:
         assert engine.warm()
     assert {key[:3] for key in keys} >= {("step", runner.rows, runner.length)}
@@ -120,16 +113,16 @@ def test_what_is_first_met_is_measured_later(
 ) -> None:
     """And a graph that was recorded before is recorded anew."""
     keys, _ = watched
-    known, asked, step = dict[str, str](), list[str](), Runner.step
+    known, asked, step = dict[str, str](), list[str](), GraphSteps.step
 
-    def chosen(self: Runner, width: int, *rest: Any) -> None:
+    def chosen(self: GraphSteps, width: int, *rest: Any) -> None:
         if (key := f"rows {width}") not in known and measured._thread.puts_off:
             measured._thread.met[key] = torch.empty(0), {}
         elif key not in known:
             asked.append(key)
         step(self, width, *rest)
 
-    monkeypatch.setattr(Runner, "step", chosen)
+    monkeypatch.setattr(GraphSteps, "step", chosen)
     monkeypatch.setattr(measured, "_measure", lambda key, *_: known.update({key: "ours"}))
     engine = Engine(model("gqa_rope"), runner="graph", rows=4, pages=200)
     engine.put_off()

@@ -10,7 +10,7 @@ import regard
 from regard.attention import GQA, MLA
 from regard.block import Tower
 from regard.decode.engine import Engine
-from regard.decode.plain import WindowLane
+from regard.decode.runners.outgrown import WindowBatch
 from regard.decode.settings import Request, Result, Settings
 from regard.layers import LM, MLP
 from regard.models import EncoderDecoderConfig, Tokens, TransformerConfig
@@ -143,18 +143,18 @@ def test_text_is_read_anew_only_once_the_context_does_not_hold_it(
     size: int, more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last token is said, not fed: one more than the context holds is no reason."""
-    engine, lanes = Engine(made("learned"), page=4), list[Any]()
-    real = engine._plain_lane
+    engine, batches = Engine(made("learned"), page=4), list[Any]()
+    real = engine.runners[0].batch
 
-    def lane(key: str | None) -> Any:
-        lanes.append(real(key))
-        return lanes[-1]
+    def batch(*given: Any) -> Any:
+        batches.append(real(*given))
+        return batches[-1]
 
-    monkeypatch.setattr(engine, "_plain_lane", lane)
+    monkeypatch.setattr(engine.runners[0], "batch", batch)
     settings = Settings(max_new_tokens=LONGEST - size + more, overflow="crop")
     engine.submit(Request(prompts((size,))[0], settings))
     run(engine)
-    assert any(isinstance(x, WindowLane) for x in lanes) == (more == 2)
+    assert any(isinstance(x, WindowBatch) for x in batches) == (more == 2)
 
 
 @pytest.mark.parametrize("chunk, rows", [(1, 1), (LONGEST, 1), (2 * LONGEST, 2), (512, 3)])

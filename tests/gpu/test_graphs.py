@@ -12,10 +12,10 @@ import torch
 
 import regard
 from regard.attention.sparse import choose, dots_exact, fp8_dots, index_scores, packed_fp8
-from regard.decode import runner as runners
 from regard.decode.engine import Engine
-from regard.decode.graphs import GraphLane
-from regard.decode.runner import Runner
+from regard.decode.runners import steps
+from regard.decode.runners.slots import GraphBatch
+from regard.decode.runners.steps import GraphSteps
 from regard.decode.settings import Request, Settings
 from regard.kernels.triton import attention as gpu_attention
 from regard.kernels.triton import dense as gpu_dense
@@ -77,10 +77,10 @@ def requests(count: int = 12, **settings: object) -> list[Request]:
 def made(model: regard.Model, rows: int, kernels: bool) -> Engine:
     """An engine with or without kernels."""
     engine = Engine(model, rows=rows)
-    assert engine.slots is not None and engine.pool is not None
+    assert engine.graph is not None and engine.pool is not None
     if not kernels:
-        runner = Runner(model, engine.pool, rows, 512, kernels=False)
-        engine.slots = GraphLane(runner, True, engine.chunk)
+        runner = GraphSteps(model, engine.pool, rows, 512, kernels=False)
+        engine.graph.batches[None] = GraphBatch(runner, engine.reading)
     return engine
 
 
@@ -118,7 +118,7 @@ def test_graph_gives_the_plain_tokens(name: str, rows: int) -> None:
 def test_every_form_gives_the_plain_logits_and_tokens(name: str, rows: int) -> None:
     model, asked = small.build(name).cuda(), small.requests(rows)
     assert largest_gap(Engine(model, rows=rows), [r.ids for r in asked], 6) < BOUND
-    runners._kept.clear()
+    steps._kept.clear()
     assert ties(model, asked, answer(model, asked, rows)) <= FEW
 
 
@@ -178,17 +178,17 @@ def test_every_setting_is_the_same_in_a_graph(settings: dict) -> None:
 def test_generate_uses_the_graph_and_keeps_it() -> None:
     model, ids = build("gqa"), [[1, 2, 3], [4, 5]]
     first = regard.generate(model, ids, max_new_tokens=20)
-    kept = runners._kept[model]
+    kept = steps._kept[model]
     recorded = set(kept.recorder.graphs)
     again = regard.generate(model, ids, max_new_tokens=20)
-    assert [r.ids for r in again] == [r.ids for r in first] and runners._kept[model] is kept
+    assert [r.ids for r in again] == [r.ids for r in first] and steps._kept[model] is kept
     assert recorded <= set(kept.recorder.graphs)
     with torch.no_grad():
         model.tower.blocks[0].attention.wq.weight.mul_(-1)
     changed = regard.generate(model, ids, max_new_tokens=20)
     plain = regard.generate(model, ids, max_new_tokens=20, layout="contiguous")
     assert [r.ids for r in changed] == [r.ids for r in plain] != [r.ids for r in first]
-    assert runners._kept[model] is kept
+    assert steps._kept[model] is kept
     pieces = regard.stream(model, [1, 2, 3], max_new_tokens=8)
     assert list(pieces) == []
 
@@ -205,7 +205,7 @@ def test_dependent_launch_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> N
     for rows in (2, 16):
         monkeypatch.setitem(gpu_linear.SWITCH, "pdl", False)
         want = answer(model, asked, rows)
-        runners._kept.clear()
+        steps._kept.clear()
         monkeypatch.setitem(gpu_linear.SWITCH, "pdl", True)
         got = answer(model, asked, rows)
         assert [r.ids for r in got] == [r.ids for r in want]
@@ -222,7 +222,7 @@ def test_recorded_prefill_gives_the_same_tokens() -> None:
     model, asked = build("gqa"), requests()
     engine = Engine(model, rows=4, prefix=False)
     first, second, third = (served(engine, asked) for _ in range(3))  # eager, recorded, replayed
-    assert engine.slots is not None and len(engine.slots.runner.recorder.graphs) > 1
+    assert engine.graph is not None and len(engine.graph.steps.recorder.graphs) > 1
     assert [r.ids for r in third] == [r.ids for r in second]
     assert all(ties(model, asked, answers) <= FEW for answers in (first, second))
 
@@ -493,9 +493,9 @@ def test_request_too_large_for_the_device_ends_alone() -> None:
     want = [r.ids for r in answer(model, few, 4)]
     engine = Engine(model, rows=4)
     large = Request([1] * 400, Settings(max_new_tokens=2, prompt_logprobs=True))
-    engine.slots.runner.read, read = (
+    engine.graph.steps.read, read = (
         lambda *a: _greedy_for_memory(read, *a),
-        engine.slots.runner.read,
+        engine.graph.steps.read,
     )
     found = served(engine, [few[0], large, *few[1:]])
     assert [found[i].ids for i in (0, 2, 3)] == want

@@ -46,9 +46,9 @@ def largest_gap(engine: Engine, texts: Sequence[list[int]], steps: int) -> float
     """How far a logit of any step is from the plain model's, fed the same tokens: texts that fill
     the rows, read together and then continued greedily. Without a graph, which keeps its logits to
     itself."""
-    assert engine.slots is not None
-    runner, seen = engine.slots.runner, {}
-    runner.records = False
+    assert engine.graph is not None
+    runner, seen = engine.graph.steps, {}
+    runner.recorder.records = False
     logits_of, read = runner.fast.logits, runner.read
     rows: list[int] = list(range(len(texts)))
 

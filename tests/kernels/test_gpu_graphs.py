@@ -11,15 +11,16 @@ import pytest
 import torch
 
 import regard
-from regard.decode import graphs
+from regard.decode.runners import slots
 from regard.decode.engine import Engine
-from regard.decode.runner import Runner
-from regard.decode.search import ROOM
+from regard.decode.runners.beams import ROOM
+from regard.decode.runners.steps import GraphSteps
 from regard.decode.settings import Request, Result, Settings
 from regard.errors import UsageError
 from regard.fast import cuda
 from regard.fast.cuda import parts as cuda_parts
 from regard.fast.cuda import prompts as cuda_prompts
+from regard.fast.cuda.record import Recorder
 from regard.kernels.triton import attention as gpu_attention
 from regard.kernels.triton import experts as gpu_experts
 from regard.kernels.triton import measured as gpu_measured
@@ -213,13 +214,13 @@ def test_rounds_reach_as_far_as_every_row_that_runs_in_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A row that is through goes on until the host has read it: kernels read as far as its position."""
-    monkeypatch.setattr(graphs, "SHORTEST", 8)
+    monkeypatch.setattr(slots, "SHORTEST", 8)
     asked = [
         replace(r, ids=r.ids[:1] * n, settings=replace(r.settings, max_new_tokens=new))
         for r, (n, new) in zip(requests(), [(3, 24), (60, 2), (30, 5), (62, 1)], strict=False)
     ]
     engine = Engine(build("gqa"), runner="graph", rows=4)
-    runner, ends = engine.slots.runner, list[tuple[int, int]]()  # type: ignore[union-attr]
+    runner, ends = engine.graph.steps, list[tuple[int, int]]()  # type: ignore[union-attr]
     run = runner.run
 
     def watched(steps: int, width: int, bound: int, *more: Any) -> Any:
@@ -303,14 +304,14 @@ def test_texts_that_begin_alike_are_read_once_in_slots() -> None:
     """Arriving together, and as the next turn of a chat: pages of answers are found too."""
     model, fed = build("gqa"), []
     engine = Engine(model, runner="graph", rows=8, page=8)
-    assert engine.slots is not None
-    read = engine.slots.runner.read
+    assert engine.graph is not None
+    read = engine.graph.steps.read
 
     def counted(pack: Any, used: Any) -> None:
         fed.append(int(pack.totals.sum() - pack.starts.sum()) if len(pack.totals) == 1 else -1)
         read(pack, used)
 
-    engine.slots.runner.read = counted  # type: ignore[method-assign]
+    engine.graph.steps.read = counted  # type: ignore[method-assign]
     shared = [(i * 7) % 97 for i in range(40)]
     first = served(engine, [Request([*shared, 3], Settings(max_new_tokens=20))])[0]
     later = [*shared, 3, *first.ids, 9]
@@ -329,8 +330,8 @@ def test_decoder_that_is_a_little_wrong_is_noticed(settings: dict) -> None:
     engine = Engine(model, runner="graph", rows=4)
     answers = served(engine, asked)
     assert ties(model, asked, answers) <= FEW
-    assert engine.slots is not None
-    for block in engine.slots.runner.fast.tower.blocks:
+    assert engine.graph is not None
+    for block in engine.graph.steps.fast.tower.blocks:
         block.attention.scale *= 1.01
     assert largest_gap(engine, [r.ids for r in asked[:4]], 6) > 10 * BOUND
     answers[3].ids[0] = (answers[3].ids[0] + 48) % 97
@@ -356,8 +357,8 @@ def test_what_has_no_graph_says_why() -> None:
 def test_states_are_inside_the_memory() -> None:
     model = build("qwen3_next")
     engine = Engine(model, runner="graph", rows=6, memory=2**18)
-    assert engine.slots is not None and engine.pool is not None
-    states = [x for layer in engine.slots.runner.pages.states for x in layer.values()]
+    assert engine.graph is not None and engine.pool is not None
+    states = [x for layer in engine.graph.steps.pages.states for x in layer.values()]
     size = sum(x.nbytes for x in states)
     page = 16 * sum(spec.numbers() for spec in model.cache_specs()) * 4
     assert {len(x) for x in states} == {8} and size > 2**16
@@ -391,13 +392,13 @@ def test_joined_weights_are_held_once_and_still_learn() -> None:
     engine = Engine(model, runner="graph")
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     attention = model.tower.blocks[0].attention
-    assert engine.slots is not None
-    product = engine.slots.runner.fast.tower.blocks[0].attention.first
+    assert engine.graph is not None
+    product = engine.graph.steps.fast.tower.blocks[0].attention.first
     assert product.weight.data_ptr() == attention.wq.weight.data_ptr()
-    again = Engine(model, runner="graph").slots
+    again = Engine(model, runner="graph").graph
     assert again is not None
     assert (
-        again.runner.fast.tower.blocks[0].attention.first.weight.data_ptr()
+        again.steps.fast.tower.blocks[0].attention.first.weight.data_ptr()
         == product.weight.data_ptr()
     )
     model(torch.tensor([[1, 2, 3]])).sum().backward()
@@ -426,9 +427,9 @@ def test_interrupted_steps_cost_no_answer_and_no_page(
 ) -> None:
     model, asked, want = before_faults(name)
     engine = Engine(model, runner="graph", rows=3, prefix=False)
-    assert engine.slots is not None and engine.pool is not None
-    runner, calls = engine.slots.runner, 0
-    hidden = Runner.hidden
+    assert engine.graph is not None and engine.pool is not None
+    runner, calls = engine.graph.steps, 0
+    hidden = GraphSteps.hidden
 
     def faulty(*args: Any) -> Any:
         nonlocal calls
@@ -438,7 +439,7 @@ def test_interrupted_steps_cost_no_answer_and_no_page(
             raise KeyboardInterrupt
         return hidden(*args)
 
-    monkeypatch.setattr(Runner, "hidden", faulty)
+    monkeypatch.setattr(GraphSteps, "hidden", faulty)
     runner.look = 3
     numbers = [engine.submit(replace(r, number=-1, key=i)) for i, r in enumerate(asked)]
     done: dict[int, Result] = {}
@@ -457,8 +458,8 @@ def test_interrupted_steps_cost_no_answer_and_no_page(
 
 def test_cancelled_beams_give_what_the_host_knew() -> None:
     engine = Engine(build("gqa"), runner="graph", rows=6)
-    assert engine.slots is not None and engine.pool is not None
-    engine.slots.runner.look = 4
+    assert engine.graph is not None and engine.pool is not None
+    engine.graph.steps.look = 4
     beams = Settings(max_new_tokens=60, beams=3, n_best=2)
     first, other = (engine.submit(Request([1, 2, i], beams)) for i in (3, 4))
     events = [*engine.step(), *engine.step(), *engine.cancel(first)]
@@ -472,15 +473,14 @@ def test_cancelled_beams_give_what_the_host_knew() -> None:
     assert rest.request == other and engine.pool.available == len(engine.pool.users)
 
 
-def test_beams_that_have_room_keep_their_graphs() -> None:
-    engine = Engine(build("gqa"), runner="graph", rows=6)
-    assert engine.slots is not None
-    recorders = []
-    for new in (5, ROOM, ROOM + 1, ROOM):
-        served(engine, [Request([1, 2, 3], Settings(max_new_tokens=new, beams=3))])
-        (search,) = engine.slots.runner.searches.values()
-        recorders.append(search.recorder)
-    assert recorders[0] is recorders[1] is not recorders[2] is recorders[3]
+def test_beams_that_have_room_keep_their_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, cleared = Engine(build("gqa"), runner="graph", rows=6), list[int]()
+    sizes, clear = (5, ROOM, ROOM + 1, ROOM), Recorder.clear
+    for new in sizes:
+        with monkeypatch.context() as m:
+            m.setattr(Recorder, "clear", lambda self, new=new: [cleared.append(new), clear(self)])
+            served(engine, [Request([1, 2, 3], Settings(max_new_tokens=new, beams=3))])
+    assert cleared == [ROOM + 1]
 
 
 def test_beams_that_fill_their_room_wait_for_others() -> None:
@@ -578,8 +578,8 @@ def test_every_finished_answer_is_its_solo_answer(seed: int, name: str) -> None:
     asked = [one() for _ in range(18)]
     options = {"chunk": g.choice((8, 40, 999)), "page": g.choice((4, 8)), "pages": 48}
     engine = Engine(model, runner="graph", rows=g.randint(3, 9), **options)
-    assert engine.slots is not None and engine.pool is not None
-    engine.slots.runner.look = g.choice((1, 3, 16))
+    assert engine.graph is not None and engine.pool is not None
+    engine.graph.steps.look = g.choice((1, 3, 16))
     numbers: dict[int, Request] = {}
     found: dict[int, list[Result]] = {}
     waiting, cancelled = list(asked), set()
@@ -596,7 +596,7 @@ def test_every_finished_answer_is_its_solo_answer(seed: int, name: str) -> None:
         found |= {e.request: e.done for e in events if e.done is not None}
     assert found.keys() == numbers.keys()
     assert engine.pool.available == len(engine.pool.users)
-    assert all(len(lane.free) == lane.runner.places for lane in engine._graphs())
+    assert all(len(batch.free) == batch.steps.places for batch in engine.graph.batches.values())
     wanted = finished(Engine(model, runner="torch", layout="contiguous"), list(numbers.values()))
     for i, ((n, r), want) in enumerate(zip(numbers.items(), wanted, strict=True)):
         if i % 6 == 0:
@@ -620,7 +620,7 @@ def test_place_of_a_row_is_free_when_its_last_token_is_asked_for() -> None:
     done = dict[int, Result]()
     while not engine.idle:
         done |= {e.request: e.done[0] for e in engine.step() if e.done is not None}
-        together.append([slot.row.request.number for slot in engine.slots.slots])
+        together.append([slot.sequence.request.number for slot in engine.graph.batches[None].slots])
     assert together == [[0], [1], [2], []]
     same([done[n] for n in numbers], by_torch(model, asked))
     assert engine.pool is not None and engine.pool.available == len(engine.pool.users)
@@ -632,15 +632,15 @@ def test_request_that_is_too_large_ends_and_those_beside_it_do_not(
     """Also where it would begin in the place of one whose end has not been read."""
     model, few = build("gqa"), requests(3)
     large = Request([9] * 40, Settings(max_new_tokens=2, eos=()))
-    read = Runner.prefill
+    read = GraphSteps.prefill
 
-    def greedy(self: Runner, parts: Any, *rest: Any) -> Any:
+    def greedy(self: GraphSteps, parts: Any, *rest: Any) -> Any:
         if any(len(part.tokens) == 40 for part in parts):
             raise torch.OutOfMemoryError
         return read(self, parts, *rest)
 
     want = by_torch(model, few)
-    monkeypatch.setattr(Runner, "prefill", greedy)
+    monkeypatch.setattr(GraphSteps, "prefill", greedy)
     for rows in (1, 2, 4):
         found = answer(model, [few[0], large, *few[1:]], rows)
         same([found[i] for i in (0, 2, 3)], want)

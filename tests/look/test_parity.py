@@ -13,7 +13,7 @@ import torch
 import regard
 from regard.attention import GQA
 from regard.block import ORDERS
-from regard.decode.runner import why_plain
+from regard.decode.runners.steps import why_plain
 from regard.errors import UsageError
 from regard.fast.cpu import prepare
 from regard.fast.invariant import invariant

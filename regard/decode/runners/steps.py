@@ -8,7 +8,7 @@ Off a GPU the same steps run as they are.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections import abc
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from regard.attention.protocol import Context
 from regard.cache import BlockTable, Pool
-from regard.decode.lane import SLICE, Row
 from regard.decode.sampling import (
     MASK,
     TOPS,
@@ -26,7 +25,9 @@ from regard.decode.sampling import (
     choose,
     scored,
 )
+from regard.decode.sequence import SLICE, Sequence
 from regard.decode.settings import MOST_TOPS, Request, Settings
+from regard.decode.sources import source_length
 from regard.fast.cpu import Prepared
 from regard.fast.cuda import GraphContext, Normed, Pages, ResidualStream, decoder, inner, why_not
 from regard.fast.cuda.prompts import (
@@ -40,16 +41,13 @@ from regard.fast.cuda.prompts import (
 )
 from regard.fast.cuda.record import Recorder, send
 from regard.kernels.triton.linear import MOST
-from regard.kernels.triton.measured import put_off, unmeasured
 from regard.kernels.triton.sample import State as DeviceState
 from regard.kernels.triton.sample import advance, best, greedy_advance
 from regard.mask import Causal, Full, Span
 from regard.models.base import Model, border
-from regard.models.embedding import Patches, context
 
 SLOTS = 64  # at least, on a GPU: rows that are not used cost nothing
 SHORTEST = 256  # the smallest bucket of lengths
-KEPT = 32  # recorded passes over prompts
 # What most choices depend on.
 USUAL: tuple[frozenset[str], ...] = (frozenset(), frozenset({"temperature"}))
 
@@ -65,7 +63,7 @@ class Memory:
     ready: bool = False
 
 
-class Runner:
+class GraphSteps:
     """A model's fast parts, the memory of `rows` slots over a pool, and the graphs recorded for them."""
 
     def __init__(
@@ -119,14 +117,11 @@ class Runner:
         k = min(MOST_TOPS, self.columns.vocab)
         self.tops = [zeros(look + 1, rows, k), zeros(look + 1, rows, k, kind=torch.float32)]
         self.first_tops = [torch.zeros_like(x[0]) for x in self.tops]
-        self.recorder, self.records = Recorder(), self.graph
-        # Whether graphs are not recorded when they are first met; and what then records them, by their keys.
-        self.puts_off, self.wanted = False, dict[Any, Callable[[], None]]()
+        self.recorder = Recorder(self.graph, [self.state.live])
         # Where a round's log is copied to the host, while the next one begins.
         self.aside = torch.cuda.Stream(self.device) if self.graph else None
         self.marks: list[tuple[int, int]] = []
-        self.lane: Any = lambda: None  # a weak reference to who has it
-        self.rooms: dict[Any, Tensor] = {}  # what recorded passes over prompts read, by their sizes
+        self.owner: Any = lambda: None  # a weak reference to who has it
         # Of tokens that were fed before the next choice: logits (rows V).
         self.fed: Tensor | None = None
 
@@ -159,6 +154,9 @@ class Runner:
         m = self.memory
         return m and replace(m, table=m.table[rows], pos=m.pos[rows], bound=min(far, m.length))  # type: ignore[index]
 
+    def _step(self, key: Any) -> None:
+        self.step(*key[1:])
+
     def step(self, width: int, bound: int, far: int, used: frozenset[str]) -> None:
         """Logits, choice, and the state moved on by one token."""
         self.say(self.logits(width, bound, far), used)
@@ -189,7 +187,7 @@ class Runner:
         return choose(logits, self.columns.at(rows, used), count), tokens, norm
 
     def read(
-        self, pack: Pack, used: frozenset[str], wanted: Sequence[tuple[int, int]] = ()
+        self, pack: Pack, used: frozenset[str], wanted: abc.Sequence[tuple[int, int]] = ()
     ) -> list[Tensor]:
         """Prompts into their pages; those that are through begin to write. `wanted`: places of the pack, and tokens
         that follow there, whose log probabilities (and the best ones, and theirs) are given."""
@@ -223,7 +221,10 @@ class Runner:
     # --- what the host calls ---
 
     def prefill(
-        self, parts: Sequence[Part], used: frozenset[str], wanted: Sequence[tuple[int, int]] = ()
+        self,
+        parts: abc.Sequence[Part],
+        used: frozenset[str],
+        wanted: abc.Sequence[tuple[int, int]] = (),
     ) -> list[Tensor]:
         """Read prompts without waiting for the device; what `wanted` asks for (see `read`) is on its way to the host.
         Sizes that come again are recorded as a graph; large ones keep the device busy without."""
@@ -232,28 +233,12 @@ class Runner:
         small = sizes.tokens <= RECORDED and not sizes.whole
         if wanted:
             return self.to_host(self.read(Pack.of(numbers, sizes), used, wanted))
-        self.again((sizes, used), numbers, lambda x: self.read(Pack.of(x, sizes), used), small)
+        self.recorder.again(
+            (sizes, used), numbers, lambda x: self.read(Pack.of(x, sizes), used), small
+        )
         return []
 
-    def again(self, key: Any, numbers: Tensor, call: Callable[[Tensor], Any], small: bool) -> None:
-        """A call on numbers; if it is small, as a graph that is recorded when its key comes again."""
-        again, small = key in self.rooms, small and self.records
-        if small and len(self.rooms) < KEPT:
-            self.rooms.setdefault(key, torch.empty_like(numbers))
-        if not (again and small):
-            call(numbers)
-            return
-        room = self.rooms[key]
-        if key not in self.recorder.graphs:
-            if self.puts_off:
-                self.wanted[key] = lambda: self.recorder.record(key, lambda: call(room))
-                call(numbers)
-                return
-            self.recorder.record(key, lambda: call(room))
-        room.copy_(numbers)
-        self.recorder.graphs[key].replay()
-
-    def remember(self, memories: Sequence[Memory]) -> None:
+    def remember(self, memories: abc.Sequence[Memory]) -> None:
         """Encode sources, and put what the decoder's layers keep of them into their pages."""
         page, device = self.pool.page, self.device
         each = [m.request.source for m in memories if m.request.source is not None]
@@ -273,7 +258,9 @@ class Runner:
                 ids[i, : len(source)], to[i, : len(source)], lengths[i] = source, place, len(source)
             numbers = send(torch.cat([ids.flatten(), to.flatten(), lengths]), device)
             small = b * s <= RECORDED and recordable(self.fast.config.encoder)
-            self.again(("source", b, s), numbers, lambda x: self.read_sources(x, b, s), small)
+            self.recorder.again(
+                ("source", b, s), numbers, lambda x: self.read_sources(x, b, s), small
+            )
         edits = [
             (row, i, number, m.size - 1)
             for m in memories
@@ -310,7 +297,7 @@ class Runner:
                 self.fed = logits.new_empty(self.rows, logits.shape[1])
             self.fed[: len(logits)] = logits
 
-        self._play(("feed", width, bound, far), call)
+        self.recorder.play(("feed", width, bound, far), call, self.changed)
 
     def run(self, steps: int, width: int, bound: int, far: int, used: frozenset[str]) -> Any:
         """Advance the first `width` rows by `steps` <= look tokens; with masks by one, after `feed`. What they were fed
@@ -326,11 +313,11 @@ class Runner:
             self.say(self.fed[:width], used)
 
         if steps and self.feeds_early(used):
-            self._play(("say", width, used), say)
+            self.recorder.play(("say", width, used), say, self.changed)
         else:
             self._open(used)
             for _ in range(steps):
-                self._play(("step", width, bound, far, used), lambda key: self.step(*key[1:]))
+                self.recorder.play(("step", width, bound, far, used), self._step, self.changed)
         logs = [s.log, s.logp, *(self.tops if TOPS in used else ())]
         if self.aside is not None:
             self.aside.wait_stream(torch.cuda.current_stream())
@@ -348,63 +335,25 @@ class Runner:
                 table[0].copy_(first)
         s.tick.fill_(1)
 
-    def _play(self, key: Any, call: Callable[[Any], Any]) -> None:
-        """A step or a part of it, of what its key says; on a GPU as a graph."""
-        if self.records and key not in self.recorder.graphs:
-            if self.puts_off:
-                self.wanted[key] = lambda: self._record(key, lambda: call(key))
-                key = self._wider(key)
-            else:
-                self._record(key, lambda: call(key))
-        if key in self.recorder.graphs:
-            self.recorder.graphs[key].replay()
-        else:
-            call(key)
-
-    def _wider(self, key: Any) -> Any:
-        """The least of the recorded keys that does the work of this one, for more rows or longer texts; or itself."""
-        if key[0] not in ("step", "feed"):
-            return key
-        same = [k for k in self.recorder.graphs if k[0] == key[0] and k[4:] == key[4:]]
-        able = [k for k in same if all(has >= needs for has, needs in zip(k[1:4], key[1:4]))]
-        return min(able, key=lambda k: k[1:4], default=key)
-
-    def _record(self, key: Any, call: Callable[[], Any]) -> None:
-        s, said = self.state, self.columns.values.get("said")
-        live = s.live.clone()
-        # A try must not move a state on.
-        s.live.zero_()
-        changed = s.tensors() if said is None else [*s.tensors(), said]
-        self.recorder.try_and_record(key, call, changed)
-        s.live.copy_(live)
+    def changed(self) -> list[Tensor]:
+        """What a step changes."""
+        said = self.columns.values.get("said")
+        return [*self.state.tensors(), *([] if said is None else [said])]
 
     def put_off(self) -> None:
         """From now on graphs wait for `warm`. Those of every number of rows are wanted: the largest first, which can do
         the work of the others."""
-        self.puts_off = True
+        self.recorder.puts_off = True
         far = 0 if self.memory is None else next_power_of_two(self.memory.length)
         widths = [1 << i for i in range(self.rows.bit_length()) if 1 << i <= self.rows]
         shapes = [(self.rows, self.length), *((width, self.bucket(1)) for width in widths[::-1])]
         # What a choice depends on has its place when a row first has it.
-        self.columns.put([0], [Row(Request([0], Settings(temperature=1.0)), 0)])
+        self.columns.put([0], [Sequence(Request([0], Settings(temperature=1.0)), 0)])
         for used in USUAL:
             for width, bound in dict.fromkeys(shapes):
-                self._want(("step", width, bound, far, used))
+                self.recorder.want(("step", width, bound, far, used), self._step, self.changed)
 
-    def _want(self, key: Any) -> None:
-        self.wanted[key] = lambda: self._record(key, lambda: self.step(*key[1:]))
-
-    def warm(self) -> None:
-        """Record one of the graphs that are wanted. If something in it is yet to be measured, it comes once more."""
-        key = next(iter(self.wanted))
-        record = self.wanted.pop(key)
-        with put_off():
-            record()
-        if unmeasured():
-            del self.recorder.graphs[key]
-            self.wanted = {key: record, **self.wanted}
-
-    def to_host(self, each: Sequence[Tensor]) -> list[Tensor]:
+    def to_host(self, each: abc.Sequence[Tensor]) -> list[Tensor]:
         """Copies on their way, as they are when all that was launched before is done."""
         if not self.graph:
             return [x.clone() for x in each]
@@ -450,23 +399,7 @@ def by_token(pool: Pool) -> list[dict[str, Tensor]]:
     return [{n: x.flatten(0, 1)[:, None] for n, x in store.items()} for store in pool.stores]
 
 
-def source_length(model: Any) -> int | None:
-    """The longest source that a model reads."""
-    c = model.config
-    if isinstance(c.source, Patches):
-        return c.source.extra + c.source.count
-    return context(c.max_len, c.source)
-
-
-def source_size(model: Any, request: Request) -> int:
-    """Tokens of what an encoder gives for a request's source."""
-    source = request.source
-    if source is None:
-        return 0
-    return len(source) if source.dim() == 1 else source_length(model) or 0
-
-
-_kept: weakref.WeakKeyDictionary[Model, Runner] = weakref.WeakKeyDictionary()
+_kept: weakref.WeakKeyDictionary[Model, GraphSteps] = weakref.WeakKeyDictionary()
 
 
 def why_plain(model: Any, backend: str = "sdpa", draft: Any = None, anywhere: bool = False) -> str:
@@ -481,8 +414,10 @@ def why_plain(model: Any, backend: str = "sdpa", draft: Any = None, anywhere: bo
     return "a draft model guesses ahead" if draft is not None else why_not(model)
 
 
-def runner_of(model: Model, rows: int, pages: int, page: int, length: int, exact: bool) -> Runner:
-    """The runner of a model: kept while it lives, its weights stay where they are, nobody else has it, and it is large
+def steps_of(
+    model: Model, rows: int, pages: int, page: int, length: int, exact: bool
+) -> GraphSteps:
+    """The steps of a model: kept while it lives, its weights stay where they are, nobody else has it, and it is large
     enough. A weight that changes in place is seen by views of it, but not by copies: MLA's, and biases on positions."""
     tower = getattr(model, model.writer).config
     copied = tower.relative is not None or any(
@@ -494,13 +429,13 @@ def runner_of(model: Model, rows: int, pages: int, page: int, length: int, exact
         return [(p.data_ptr(), p._version if copied else 0) for p in model.parameters()]
 
     kept = _kept.pop(model, None)
-    if kept is not None and kept.lane() is None and (kept.marks, kept.length) == (marks(), length):
+    if kept is not None and kept.owner() is None and (kept.marks, kept.length) == (marks(), length):
         have = len(kept.pool.users)
         enough = have == pages if exact else have >= pages
         if enough and kept.pool.page == page and kept.rows >= rows:
             kept.pool.clear()
             kept.reset()
-            kept.puts_off, kept.wanted = False, {}
+            kept.recorder.puts_off, kept.recorder.wanted = False, {}
             _kept[model] = kept
             return kept
     # Its memory first.
@@ -509,7 +444,7 @@ def runner_of(model: Model, rows: int, pages: int, page: int, length: int, exact
     pool = Pool(model.cache_specs(), pages, page, weight.device, weight.dtype)
     slots = 1 << (rows - 1).bit_length()
     free = weight.is_cuda and not any(spec.state for spec in model.cache_specs())
-    new = Runner(model, pool, max(slots, SLOTS) if free else slots, length)
+    new = GraphSteps(model, pool, max(slots, SLOTS) if free else slots, length)
     if new.graph:
         # Joining has moved weights.
         new.marks, _kept[model] = marks(), new

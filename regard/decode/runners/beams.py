@@ -7,44 +7,47 @@ of beam.py on tensors that stay where they are; the host reads them a round late
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from regard.cache import BlockTable
+from regard.decode.batch import Batch
 from regard.decode.beam import Beams, Group, Rules, Shape, select
-from regard.decode.graphs import GraphLane
-from regard.decode.lane import BROKEN, Lane, Row, Slot, State
-from regard.decode.runner import SHORTEST, Runner, by_token
+from regard.decode.runners.slots import GraphBatch
+from regard.decode.runners.steps import SHORTEST, GraphSteps, by_token
 from regard.decode.sampling import used_by
+from regard.decode.sequence import BROKEN, Sequence, Slot, State
 from regard.decode.settings import Request, Result, Settings
 from regard.fast.cuda import Pages
 from regard.fast.cuda.prompts import next_power_of_two
-from regard.fast.cuda.record import Recorder, send
+from regard.fast.cuda.record import send
 from regard.kernels.triton.sample import best
 
 ROOM = 64  # tokens that a text has room for at first, chosen for speed
 
 
-class SearchRunner(Runner):
+class BeamSteps(GraphSteps):
     """The memory of `count` requests of one shape over the pool of a runner, and the graphs recorded for them."""
 
-    def __init__(self, runner: Runner, shape: Shape, count: int):
-        options = {"kernels": runner.kernels, "look": runner.look, "fast": runner.fast}
-        super().__init__(runner.fast, runner.pool, count * shape.beams, SHORTEST, **options)
+    def __init__(self, steps: GraphSteps, shape: Shape, count: int):
+        options = {"kernels": steps.kernels, "look": steps.look, "fast": steps.fast}
+        super().__init__(steps.fast, steps.pool, count * shape.beams, SHORTEST, **options)
         self.shape, self.places, device = shape, count, self.device
         nowhere = self.pool.scratch * self.pool.page
         size = (self.rows, SHORTEST + self.pool.page)
         # Where each row will write, and (in the pages' table) where its text lies.
         self.own = torch.full(size, nowhere, dtype=torch.int32, device=device)
-        stores, memo = by_token(self.pool), runner.pages.memo
-        self.pages = Pages(stores, self.own.clone(), runner.length, memo=memo)
+        stores, memo = by_token(self.pool), steps.pages.memo
+        self.pages = Pages(stores, self.own.clone(), steps.length, memo=memo)
         self.texts = Beams.start(count, shape.beams, ROOM, device)
         blank = Rules.of([Request([0], Settings(beams=shape.beams))] * count, shape.ends)
         self.rules = blank.each(lambda x: x.to(device))
         self.live, self.broken = torch.zeros(2, count, dtype=torch.bool, device=device)
+        self.recorder.still = []
 
     def grow(self, length: int, room: int) -> None:
         """Make place for texts of so many tokens, `room` of them new."""
@@ -58,7 +61,7 @@ class SearchRunner(Runner):
             F.pad(x, (0, more), value=nowhere) for x in (self.own, self.pages.table)
         )
         self.length, self.texts = self.length + more, self.texts.roomy(next_power_of_two(room))
-        self.recorder, self.rooms, self.wanted = Recorder(), {}, {}
+        self.recorder.clear()
 
     def step(self, width: int, bound: int, far: int, used: frozenset[str]) -> None:
         s, k, n = self.state, self.shape, width // self.shape.beams
@@ -80,10 +83,10 @@ class SearchRunner(Runner):
         torch.where(at < pos[:, None], taken, self.own[:width, :bound], out=table)
         live.logical_and_(~(over | broken))
 
-    def begin(self, new: Sequence[Group]) -> None:
+    def begin(self, new: abc.Sequence[Group]) -> None:
         """Requests whose prompts are read up to their last token, which all beams feed."""
         k, device = self.shape, self.device
-        requests = [g.row.request for g in new]
+        requests = [g.request for g in new]
         at = send([g.index for g in new], device)
         rows = (k.beams * at[:, None] + torch.arange(k.beams, device=device)).flatten()
         fresh = Beams.start(len(new), k.beams, self.texts.ids.shape[-1], device)
@@ -103,16 +106,15 @@ class SearchRunner(Runner):
         way to the host; and what tells that it has arrived."""
         k = self.shape
         for _ in range(steps):
-            self._play(("step", width, bound, far, used), lambda key: self.step(*key[1:]))
+            self.recorder.play(("step", width, bound, far, used), self._step, self.changed)
         n = width // k.beams
         each = [*(x[:n] for x in self.texts.tensors()), self.live[:n], self.broken[:n]]
         *texts, live, broken = self.to_host(each)
         return Beams(*texts), live, broken, self.arrival()
 
-    def _record(self, key: Any, call: Callable[[], Any]) -> None:
+    def changed(self) -> list[Tensor]:
         s = self.state
-        changed = [s.ids, s.pos, *self.texts.tensors(), self.live, self.broken, self.pages.table]
-        self.recorder.try_and_record(key, call, changed)
+        return [s.ids, s.pos, *self.texts.tensors(), self.live, self.broken, self.pages.table]
 
     def place(self, edits: dict[tuple[int, int], tuple[int, int]], idle: list[int]) -> None:  # type: ignore[override]
         """Requests that are gone; then pages and how many tokens they have, by (row, first token)."""
@@ -136,23 +138,23 @@ class SearchRunner(Runner):
         self.place({}, list(range(self.places)))
 
 
-class SearchLane(GraphLane):
+class BeamBatch(GraphBatch):
     """Requests of one shape, each by its own settings. What is read before the first step is a prompt without its last
     token."""
 
-    runner: SearchRunner
+    steps: BeamSteps
     slots: list[Group]  # type: ignore[assignment]
     edits: dict[tuple[int, int], tuple[int, int]]  # type: ignore[assignment]
 
-    def _slot(self, row: Row) -> Slot:
-        pages, *own = (BlockTable(self.pool) for _ in range(1 + self.runner.shape.beams))
+    def _slot(self, row: Sequence) -> Slot:
+        pages, *own = (BlockTable(self.pool) for _ in range(1 + self.steps.shape.beams))
         return Group(row, row.request.ids[:-1], self.free.pop(0), pages=pages, own=own)
 
-    def admit(self, rows: Sequence[Row], keys: Sequence[bytes] = ()) -> None:
+    def admit(self, rows: abc.Sequence[Sequence], keys: abc.Sequence[bytes] = ()) -> None:
         """One request. `keys`: of its prompt's pages."""
         (row,), size = rows, rows[0].request.settings.max_new_tokens
-        self.runner.grow(len(row.request.ids) + size, size)
-        Lane.admit(self, rows, keys)
+        self.steps.grow(len(row.request.ids) + size, size)
+        Batch.admit(self, rows, keys)
         group = self.slots[-1]
         group.memory = self._memory(row.request, group.slot_ids)
         self.new |= dict.fromkeys(group.slot_ids, row)
@@ -196,20 +198,20 @@ class SearchLane(GraphLane):
                     own.reserve(end)
                     for i in range(have, len(own)):
                         self.edits[row, len(g.text) + i * page] = own[i], page
-            used |= used_by(g.row.request.settings, g.asked, end - 1)
+            used |= used_by(g.settings, g.asked, end - 1)
             longest = max(longest, len(g.text) + end)
         self._place()
         new = [g for g in live if not g.asked]
         if new:
-            self.runner.begin(new)
+            self.steps.begin(new)
         for g in live:
             g.asked += min(steps, g.left)
-        width = min(self.runner.places, 1 << max(g.index for g in live).bit_length())
-        bounds = self.runner.bucket(longest), self._far(live)
-        return *self.runner.run(steps, width * self.runner.shape.beams, *bounds, used), live
+        width = min(self.steps.places, 1 << max(g.index for g in live).bit_length())
+        bounds = self.steps.bucket(longest), self._far(live)
+        return *self.steps.run(steps, width * self.steps.shape.beams, *bounds, used), live
 
     def _place(self) -> None:
-        self.runner.place(self.edits, self.idle)
+        self.steps.place(self.edits, self.idle)
         self.edits, self.idle = {}, []
 
     def _collect(self) -> None:
@@ -223,18 +225,18 @@ class SearchLane(GraphLane):
         for g in (g for g in groups if g.state is not State.FINISHED):
             rows = slice(g.index, g.index + 1)
             g.found = texts.each(lambda x, rows=rows: x[rows])
-            g.row.error = BROKEN if bool(broken[g.index]) else None
+            g.sequence.error = BROKEN if bool(broken[g.index]) else None
             g.closed, g.state = not bool(live[g.index]), State.RUNNING
             self._score(g)
-            if self.prefix and g.row.error is None:
+            if self.prefix and g.sequence.error is None:
                 g.pages.publish(g.keys)
 
 
-def search_of(runner: Runner, shape: Shape, count: int) -> SearchRunner:
+def beam_steps(steps: GraphSteps, shape: Shape, count: int) -> BeamSteps:
     """The runner of a shape, kept with that of the model if nobody has it and it is large enough."""
-    kept = runner.searches.get(shape)
-    if kept is None or kept.lane() is not None or kept.places < count:
-        kept = runner.searches[shape] = SearchRunner(runner, shape, next_power_of_two(count))
+    kept = steps.searches.get(shape)
+    if kept is None or kept.owner() is not None or kept.places < count:
+        kept = steps.searches[shape] = BeamSteps(steps, shape, next_power_of_two(count))
     kept.reset()
-    kept.puts_off = runner.puts_off
+    kept.recorder.puts_off = steps.recorder.puts_off
     return kept

@@ -8,7 +8,8 @@ token, greedy or drawn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
+from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate
 from typing import Any
@@ -16,61 +17,61 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.cache import FIRST, Cache, CacheSpec, Contiguous, OutOfPages, Paged, Pool, Sinks
+from regard.cache import Cache, CacheSpec, Contiguous, OutOfPages, Paged, Pool
+from regard.decode.batch import Batch, Reading
 from regard.decode.beam import Group, Search, Shape
-from regard.decode.check import written
-from regard.decode.lane import BROKEN, NOTHING, SLICE, Lane, Row, Scores, Slot, State, unscored
-from regard.decode.runner import source_size
-from regard.decode.sampling import (
-    MASK,
-    RULES,
-    TOPS,
-    SamplingTensors,
-    choose,
-    ruled,
-    scored,
-    used_by,
-)
-from regard.decode.settings import Request, Result
+from regard.decode.sampler import Sampler, some
+from regard.decode.sampling import scored
+from regard.decode.sequence import SLICE, Sequence, Slot, State, unscored
+from regard.decode.settings import Result
+from regard.decode.sources import source_size, sources
 from regard.decode.speculate import Draft, padded
 from regard.fast.cpu import Prepared
-from regard.kernels.c.rows import choose as best_of
 from regard.models.base import last_real
 
 ROOM = 128  # tokens a row has room for at first, chosen for speed; it doubles as texts grow
 
 
-class PlainLane(Lane):
+@dataclass
+class Forward:
+    """A model, and how it is called."""
+
+    model: Any
+    specs: list[CacheSpec]
+    where: dict[str, Any]  # device and type of caches
+    backend: str = "sdpa"
+    pool: Pool | None = None
+    draft: Any = None  # a model that guesses ahead
+    longest: int = 0  # tokens that a text past the context goes on with
+
+
+class PlainBatch(Batch):
     """Rows of any settings, samples and beams, in one step."""
 
-    def __init__(
-        self, model: Any, specs: Sequence[CacheSpec], where: dict[str, Any], *, backend: str = "sdpa", chunk: int = 512,
-        scores: dict[int, Scores] | None = None, pool: Pool | None = None, prefix: bool = False, draft: Any = None,
-        longest: int = 0
-    ):  # fmt: skip
-        super().__init__(pool, prefix, chunk, scores)
-        self.model, self.specs, self.where, self.backend = model, specs, where, backend
-        self.draft = None if draft is None else Draft(draft)
-        self.longest = longest  # tokens that a text past the context goes on with
+    def __init__(self, forward: Forward, reading: Reading):
+        super().__init__(forward.pool, reading)
+        self.model, self.specs, self.where = forward.model, forward.specs, forward.where
+        self.backend = forward.backend
+        self.draft = None if forward.draft is None else Draft(forward.draft)
         self.live: list[Slot] = []  # whose rows the cache holds, in this order
         self.samples: list[Slot] = []  # those of them that are not beams
         self.single: list[int] = []  # their rows
         self.cache: Any = None
         self.searches: dict[Shape, Search] = {}
-        self._columns: SamplingTensors | None = None
+        self.sampler = Sampler([])
 
     def caches(self) -> list[Cache]:
         """Of the rows that write, and of texts that are begun."""
         mine = [self.cache] if self.live else []
         return mine + [slot.cache for slot in self.slots if slot.cache is not None]
 
-    def _slot(self, row: Row) -> Slot:
+    def _slot(self, row: Sequence) -> Slot:
         kind = Group if row.request.settings.beams > 1 else Slot
         return kind(row, row.request.ids + row.ids)
 
     def _seat(self, live: list[Slot]) -> None:
-        self.live, self._columns = live, None
-        self.samples = [slot for slot in live if slot.times == 1]
+        self.live, self.samples = live, [slot for slot in live if slot.times == 1]
+        self.sampler = Sampler([slot.sequence for slot in self.samples])
         self.single = places(live, self.samples)
 
     def results(self, i: int, why: str = "") -> list[Result]:
@@ -90,7 +91,7 @@ class PlainLane(Lane):
         cache, keys = self._cache([slot]), self._adoptable(slot)
         assert isinstance(cache, Paged)
         slot.fed = cache.adopt(0, keys)
-        slot.row.keys = keys[: slot.fed // self.pool.page]
+        slot.sequence.keys = keys[: slot.fed // self.pool.page]
         if slot.fed:
             slot.cache = cache
         if any(spec.state for spec in self.specs):
@@ -106,13 +107,13 @@ class PlainLane(Lane):
         return size
 
     def _source(self, slot: Slot) -> int:
-        return 0 if slot.cache is not None else source_size(self.model, slot.row.request)
+        return 0 if slot.cache is not None else source_size(self.model, slot.request)
 
     def _read(self, group: list[tuple[Slot, int]]) -> None:
         begun = [each for each in group if each[0].cache is not None]
-        for some in (begun, [each for each in group if each not in begun]):
-            if some:
-                self._pass(some)
+        for part in (begun, [each for each in group if each not in begun]):
+            if part:
+                self._pass(part)
 
     def _pass(self, group: list[tuple[Slot, int]]) -> None:
         """Texts that are all begun, or none of them."""
@@ -121,10 +122,10 @@ class PlainLane(Lane):
         cache = reduce(Cache.join, begun) if begun else self._cache(slots)
         ids, lengths = padded([s.text[s.fed : s.fed + n] for s, n in group], self.where["device"])
         given: dict[str, Any] = {"cache": cache, "backend": self.backend}
-        tell(cache, [slot.row for slot in slots])
+        tell(cache, [slot.sequence for slot in slots])
         if cache.cross is None:
-            given |= sources([slot.row.request for slot in slots], self.where["device"])
-        wanted = [unscored(slot.row.request, self.scores) for slot in slots]
+            given |= sources([slot.request for slot in slots], self.where["device"])
+        wanted = [unscored(slot.request, self.scores) for slot in slots]
         try:
             if any(wanted):
                 hidden = self.model.hidden(ids, lengths, **given)
@@ -139,7 +140,7 @@ class PlainLane(Lane):
                 self._look_up(slot, hidden[i], size)
             slot.fed += size
             self._mark(slot, cache, i, size)
-            if slot.fed == len(slot.text) - len(slot.row.ids) < len(slot.text):
+            if slot.fed == len(slot.text) - len(slot.sequence.ids) < len(slot.text):
                 for other in slot.going():
                     other.cache, other.fed = cache.fork(torch.tensor([i])), slot.fed
                 slot.siblings = []
@@ -164,14 +165,14 @@ class PlainLane(Lane):
 
     def _read_again(self) -> None:
         """Texts that have come past the border of LongRoPE: of a longer text every token is turned otherwise."""
-        index = [i for i, s in enumerate(self.slots) if s.asked and s.row.far and not s.far]
-        rows = [self.slots[i].row for i in index]
+        index = [i for i, s in enumerate(self.slots) if s.asked and s.sequence.far and not s.far]
+        rows = [self.slots[i].sequence for i in index]
         if rows:
             self.drop(index)
         for row in rows:
             self.admit([row])
 
-    def _part(self, slots: list[Slot], cache: Cache, rows: Sequence[int]) -> None:
+    def _part(self, slots: list[Slot], cache: Cache, rows: abc.Sequence[int]) -> None:
         """A cache is given up; some of its rows become caches of their slots."""
         for i in rows:
             slots[i].cache = cache.fork(torch.tensor([i], device=cache.device))
@@ -179,7 +180,7 @@ class PlainLane(Lane):
 
     def _look_up(self, slot: Slot, hidden: Tensor, size: int) -> None:
         """The log probabilities of the tokens that follow the next `size`, from their states (t m)."""
-        after = slot.row.request.ids[slot.fed + 1 : slot.fed + size + 1]
+        after = slot.request.ids[slot.fed + 1 : slot.fed + size + 1]
         tokens = torch.tensor(after, dtype=torch.long, device=hidden.device)
         for at in range(0, len(after), SLICE):
             logits = self.model.logits(hidden[None, at : at + SLICE][:, : len(after) - at])[0]
@@ -204,13 +205,15 @@ class PlainLane(Lane):
         self._join(slots, cache)
         fresh = [slot for slot in slots if slot.times == 1]
         many = len(self.samples)
-        self.choose(some(logits, places(slots, fresh)), list(range(many - len(fresh), many)))
+        self.events += self.sampler.choose(
+            some(logits, places(slots, fresh)), list(range(many - len(fresh), many))
+        )
         # Leave the full pages of prompts to later ones, and the states after those that were marked.
-        for slot in (s for s in slots if self.prefix and s.row.error is None):
+        for slot in (s for s in slots if self.prefix and s.sequence.error is None):
             self.cache.publish(places(self.live, [slot])[0], slot.keys)
             for key, states in slot.states.items():
                 self.pool.remember(key, states)
-            slot.row.keys, slot.states = list(slot.keys), {}
+            slot.sequence.keys, slot.states = list(slot.keys), {}
 
     def _join(self, slots: list[Slot], cache: Cache) -> None:
         for slot in slots:
@@ -246,7 +249,7 @@ class PlainLane(Lane):
         """Leave the full pages of answers to later prompts. States are large: of an answer the last are kept."""
         page = self.pool.page
         for i, slot in zip(self.single, self.samples, strict=True):
-            row, known = slot.row, len(slot.row.keys)
+            row, known = slot.sequence, len(slot.sequence.keys)
             if row.error is not None or row.size - 1 < (known + 1) * page:
                 continue
             self._publish(slot, self.cache.tables[i])
@@ -266,13 +269,13 @@ class PlainLane(Lane):
         self._speculate()
         samples, single, fed = self.samples, self.single, [[0]] * self.cache.batch
         for i, slot in zip(single, samples, strict=True):
-            fed[i] = [(slot.row.ids or slot.row.request.ids)[-1], *slot.row.guess]
+            fed[i] = [(slot.sequence.ids or slot.request.ids)[-1], *slot.sequence.guess]
         beams = {search: places(self.live, search.groups) for search in self.searches.values()}
         for search, rows in beams.items():
             for i, token in zip(rows, search.last().tolist(), strict=True):
                 fed[i] = [token]
         given: dict[str, Any] = {"cache": self.cache, "backend": self.backend}
-        tell(self.cache, [slot.row for slot in self.live for _ in range(slot.times)])
+        tell(self.cache, [slot.sequence for slot in self.live for _ in range(slot.times)])
         (ids, lengths), guesses = padded(fed, self.cache.device), max(map(len, fed)) > 1
         only = None if samples or len(beams) > 1 else next(iter(beams))
         banned = None if only is None else only.banned(only.groups)
@@ -282,13 +285,14 @@ class PlainLane(Lane):
             return
         if guesses:
             logits, wrong = self.model(ids, lengths, **given), torch.zeros_like(lengths)
-            wrong[single] = self.verify(some(logits, single), lengths[single])
+            wrong[single], events = self.sampler.verify(some(logits, single), lengths[single])
+            self.events += events
             if bool((wrong > 0).any()):
                 self.cache.rewind(wrong)
             logits = logits[:, 0]
         else:
             logits = self.model.next_logits(ids, **given)
-            self.choose(some(logits, single))
+            self.events += self.sampler.choose(some(logits, single))
         if self.prefix:
             self._leave_answers()
         self._trade({s: (rows, s.best(s.groups, some(logits, rows))) for s, rows in beams.items()})
@@ -306,7 +310,7 @@ class PlainLane(Lane):
 
     def _speculate(self) -> None:
         """Guess the next tokens of every row: looked up in its text, or by the draft model."""
-        rows = [slot.row for slot in self.samples]
+        rows = [slot.sequence for slot in self.samples]
         if self.draft is None and not any(row.request.settings.lookup for row in rows):
             return
         if all(row.guessed == len(row.ids) for row in rows):
@@ -319,173 +323,15 @@ class PlainLane(Lane):
             for row, guess in zip(rows, self.draft.guess(texts, room), strict=True):
                 row.guess = row.guess or guess
 
-    def verify(self, logits: Tensor, lengths: Tensor) -> Tensor:
-        """Choose along each sample's guesses until one fails; logits (n t V). How many failed (n)."""
-        rows = [slot.row for slot in self.samples]
-        going, right = list(range(len(rows))), [0] * len(rows)
-        for j in range(logits.shape[1]):
-            self.choose(some(logits[:, j], going), going)
-            still = []
-            for i in going:
-                row = rows[i]
-                if not row.finish and j < len(row.guess) and row.ids[-1] == row.guess[j]:
-                    right[i] += 1
-                    still.append(i)
-            going = still
-            if not going:
-                break
-        return lengths - 1 - torch.tensor(right, device=lengths.device)
 
-    def choose(self, logits: Tensor, index: list[int] | None = None) -> None:
-        """The next token of samples (of all, or of some), from logits (n V)."""
-        live = self.samples
-        index = list(range(len(live))) if index is None else index
-        vocab, given = logits.shape[-1], [live[i].row for i in index]
-        for i, row in zip(index, given, strict=True):
-            if row.request.mask is not None:
-                row.allowed(self.columns(vocab, logits.device).room()[i], vocab)
-        on = [k for k, row in enumerate(given) if not row.finish]
-        if not on:
-            return
-        logits, index = some(logits, on), [index[k] for k in on]
-        rows = [given[k] for k in on]
-        raw, listed = logits.float(), max(row.request.settings.top_logprobs for row in rows)
-        # One norm for every row, whatever its company asks for.
-        norm, top, best = best_of(raw, max(1, min(listed, vocab)))
-        broken = (~norm.isfinite()).tolist()
-        # What the choice of these rows depends on now.
-        each = (used_by(row.request.settings, len(row.ids), len(row.ids)) for row in rows)
-        masked = {MASK} if any(row.request.mask is not None for row in rows) else set()
-        used = frozenset().union(*each, masked) - {TOPS}
-        if not used:
-            tokens, chosen = best[:, 0], top[:, 0] - norm
-        else:
-            if any(broken):
-                raw = raw.masked_fill(~norm.isfinite()[:, None], 0.0)
-            tokens = self.pick(raw, rows, index, used)
-            chosen = raw.gather(-1, tokens.clamp(min=0)[:, None])[:, 0] - norm
-        tops: list[Any] = [[]] * len(rows)
-        if listed:
-            pairs = zip(best.tolist(), (top - norm[:, None]).tolist(), strict=True)
-            tops = [list(zip(*pair, strict=True)) for pair in pairs]
-        for row, token, logprob, best_ones, bad in zip(
-            rows, tokens.tolist(), chosen.tolist(), tops, broken, strict=True
-        ):
-            if bad or token < 0:
-                row.finish, row.error = "error", BROKEN if bad else NOTHING
-            else:
-                self.events += row.append_token(token, logprob, best_ones)
-
-    def columns(self, vocab: int, device: torch.device) -> SamplingTensors:
-        """The settings of the samples."""
-        if self._columns is None:
-            self._columns = SamplingTensors(len(self.samples), vocab, device)
-            self._columns.put(range(len(self.samples)), [slot.row for slot in self.samples])
-        return self._columns
-
-    def pick(
-        self, logits: Tensor, rows: list[Row], index: list[int], used: frozenset[str]
-    ) -> Tensor:
-        """Ids (n): the most probable, or drawn from what the row's settings and its mask leave."""
-        columns = self.columns(logits.shape[-1], logits.device)
-        every = len(index) == columns.rows
-        at = slice(None) if every else torch.tensor(index, device=logits.device)
-        count = torch.tensor([len(row.ids) for row in rows], device=logits.device)
-        given = columns.at(at, used)
-        if RULES in used:
-            texts = [(row.request, row.ids) for row in rows]
-            given[RULES] = ruled(texts, torch.zeros_like(logits))
-        tokens = choose(logits, given, count)
-        columns.said(at, tokens)
-        return tokens
-
-
-def tell(cache: Cache, rows: Sequence[Row]) -> None:
+def tell(cache: Cache, rows: abc.Sequence[Sequence]) -> None:
     """How long the texts are that the next call is about, where that decides how their tokens are turned."""
     if any(row.border is not None for row in rows):
         cache.reach = torch.tensor([row.reach for row in rows], device=cache.device)
 
 
-def places(slots: Sequence[Slot], of: Sequence[Slot]) -> list[int]:
+def places(slots: abc.Sequence[Slot], of: abc.Sequence[Slot]) -> list[int]:
     """Which rows some of the slots have, where all of them have theirs one after the other."""
     ends = accumulate(slot.times for slot in slots)
     rows = {id(s): range(end - s.times, end) for s, end in zip(slots, ends, strict=True)}
     return [row for slot in of for row in rows[id(slot)]]
-
-
-def some(x: Tensor, rows: list[int]) -> Tensor:
-    """Rows of x, in order; x itself where they are all."""
-    return x if len(rows) == len(x) else x[rows]
-
-
-def sources(requests: list[Request], device: torch.device) -> dict[str, Any]:
-    """What encoders read, as one batch; nothing for other models."""
-    found = [r.source for r in requests if r.source is not None]
-    if not found:
-        return {}
-    if found[0].dim() > 1:
-        return {"source": torch.stack(found).to(device)}
-    lengths = torch.tensor([len(s) for s in found], device=device)
-    ids = torch.nn.utils.rnn.pad_sequence(found, batch_first=True)
-    return {"source": ids.to(device), "source_lengths": lengths}
-
-
-# --- texts longer than the context --------------------------------------------------------------------------------
-
-# overflow="crop": the next token is conditioned on the last tokens that the context holds, as if there had been no
-# others. Every position moves with the window, so nothing can be kept from one step to the next: it is read anew.
-# overflow="sinks": on the first four tokens and the last ones (Xiao et al. 2023, arXiv:2309.17453). Where positions are
-# distances (RoPE, ALiBi, T5's biases) the tokens are kept as they were read, each by what it saw then, and stand at
-# their places in the window (`Sinks` in regard/cache/rows.py). A prompt longer than the context is read as its first
-# four and its last tokens. Where positions are vectors that are added to the tokens, or attention chooses its keys by
-# an index, tokens cannot be moved: there the first four and the last tokens are read anew, as for crop.
-
-
-def streams(model: Any) -> bool:
-    """Whether what a model keeps of a token can be brought to another position."""
-    still = getattr(written(model), "position", None)
-    return still is None and all(spec.turned is not None for spec in model.cache_specs())
-
-
-def shortened(ids: list[int], window: int) -> list[int]:
-    """The first tokens of a text that are kept as attention sinks, and the last: as many as a window holds."""
-    return ids if len(ids) <= window else ids[:FIRST] + ids[FIRST - window :]
-
-
-class WindowLane(PlainLane):
-    """Rows that go on with `longest` tokens of their texts; the cache is empty."""
-
-    def ask(self) -> None:
-        """Nothing is read before a step."""
-        new = [slot for slot in self.slots if not slot.asked]
-        if new:
-            self._join(new, Contiguous([], len(new), **self.where))
-
-    def step(self) -> None:
-        texts = [self.window(slot.row.request.ids + slot.row.ids, slot.row) for slot in self.live]
-        few, logits = max(1, self.chunk // max(map(len, texts))), []
-        for start in range(0, len(texts), few):
-            some = slice(start, start + few)
-            ids, lengths = padded(texts[some], self.where["device"])
-            given = sources([slot.row.request for slot in self.live[some]], ids.device)
-            logits.append(self.model.next_logits(ids, lengths, backend=self.backend, **given))
-        self.choose(torch.cat(logits))
-
-    def window(self, text: list[int], row: Row) -> list[int]:
-        if row.request.settings.overflow == "sinks":
-            return shortened(text, self.longest)
-        return text[-self.longest :]
-
-
-class SinksLane(PlainLane):
-    """Rows in a cache that forgets. A text that is longer than its window has been read before."""
-
-    def _slot(self, row: Row) -> Slot:
-        return Slot(row, shortened(row.request.ids, self.longest) + row.ids)
-
-    def _cache(self, slots: list[Slot]) -> Cache:
-        return Sinks(self.specs, len(slots), window=self.longest, **self.where)
-
-    def _size(self, slot: Slot, room: int) -> int:
-        """When the window is full it takes one token a call."""
-        return min(super()._size(slot, room), max(1, self.longest - slot.fed))

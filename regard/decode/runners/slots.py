@@ -12,22 +12,21 @@ from __future__ import annotations
 
 import weakref
 from bisect import insort
-from collections.abc import Sequence
+from collections import abc
 from typing import Any
 
 from torch import Tensor
 
 from regard.cache import BlockTable, OutOfPages
-from regard.decode.lane import BROKEN, NOTHING, Lane, Row, Scores, Slot, State, unscored
-from regard.decode.runner import SHORTEST, Memory, Runner, source_size
+from regard.decode.batch import Batch, Reading
+from regard.decode.runners.steps import SHORTEST, GraphSteps, Memory
 from regard.decode.sampling import (
     MASK,
-    MOST_ENDS,
-    RULES,
     used_by,
-    uses,
 )
+from regard.decode.sequence import BROKEN, NOTHING, Sequence, Slot, State, unscored
 from regard.decode.settings import Request, Tops
+from regard.decode.sources import source_size
 from regard.fast.cuda.prompts import (
     RECORDED,
     Part,
@@ -41,52 +40,40 @@ PADDED = 4  # places that prompts of different lengths may be laid out in, for e
 Inflight = tuple[tuple[list[Tensor], Any], list[tuple["Slot", int, int]]]
 
 
-class GraphLane(Lane):
+class GraphBatch(Batch):
     """Rows of any sampling settings in the slots of a runner."""
 
-    def __init__(
-        self, runner: Runner, prefix: bool, chunk: int, scores: dict[int, Scores] | None = None
-    ):
+    def __init__(self, steps: GraphSteps, reading: Reading):
+        super().__init__(steps.pool, reading)
         # Pages alone do not bring back a state.
-        super().__init__(runner.pool, prefix and not runner.stateful, chunk, scores)
-        self.runner, self.padded = runner, PADDED * chunk
-        self.free = list(range(runner.places))  # the lowest first
+        self.prefix = reading.prefix and not steps.stateful
+        self.steps, self.padded = steps, PADDED * reading.chunk
+        self.free = list(range(steps.places))  # the lowest first
         self.edits: dict[tuple[int, int], int] = {}  # pages by (row, place) of the runner's table
         self.idle: list[int] = []
-        self.new: dict[int, Row] = {}  # rows whose settings the runner does not know
+        self.new: dict[int, Sequence] = {}  # rows whose settings the runner does not know
         self.inflight: Inflight | None = None
         self.fed = set[Slot]()  # whose last token is fed
-        runner.lane = weakref.ref(self)
-
-    def takes(self, request: Request) -> bool:
-        s = request.settings
-        # A state is not taken over by another beam.
-        plain = not (s.lookup or s.draft or (s.beams > 1 and self.runner.stateful))
-        fits = len(request.ids) + s.max_new_tokens <= self.runner.length
-        fits = fits and s.samples <= self.runner.rows
-        # What depends on the text so far is asked of the host.
-        used = uses(s)
-        ends = len(s.eos) <= MOST_ENDS or not used & {"held", "decay"}
-        return plain and fits and ends and RULES not in used
+        steps.owner = weakref.ref(self)
 
     # --- membership ---
 
-    def _slot(self, row: Row) -> Slot:
+    def _slot(self, row: Sequence) -> Slot:
         return Slot(row, row.request.ids + row.ids, self.free.pop(0), pages=BlockTable(self.pool))
 
-    def admit(self, rows: Sequence[Row], keys: Sequence[bytes] = ()) -> None:
+    def admit(self, rows: abc.Sequence[Sequence], keys: abc.Sequence[bytes] = ()) -> None:
         memory = self._memory(rows[0].request, self.free[: len(rows)])
         super().admit(rows, keys)
         for slot in self.slots[-len(rows) :]:
-            slot.memory, self.new[slot.index] = memory, slot.row
+            slot.memory, self.new[slot.index] = memory, slot.sequence
 
     def _memory(self, request: Request, slot_ids: list[int]) -> Memory | None:
-        size = source_size(self.runner.fast, request)
+        size = source_size(self.steps.fast, request)
         return Memory(request, size, slot_ids, BlockTable(self.pool)) if size else None
 
     def _adopt(self, slot: Slot) -> None:
         keys = self._adoptable(slot)
-        slot.row.keys = keys[: slot.pages.adopt(keys)]
+        slot.sequence.keys = keys[: slot.pages.adopt(keys)]
         slot.fed = len(slot.pages) * self.pool.page
 
     def _release(self, slot: Slot) -> None:
@@ -112,31 +99,31 @@ class GraphLane(Lane):
 
     def clear(self) -> None:
         """After a fault: no row, and nothing on its way."""
-        self.free, self.slots, self.edits, self.idle = list(range(self.runner.places)), [], {}, []
+        self.free, self.slots, self.edits, self.idle = list(range(self.steps.places)), [], {}, []
         self.inflight, self.new, self.events, self.fed = None, {}, [], set()
-        self.runner.reset()
+        self.steps.reset()
 
     # --- one step ---
 
     def ask(self) -> None:
         """Where rows have masks: read the round before, and ask for what may come next."""
-        masked = [slot for slot in self.slots if slot.row.request.mask is not None]
+        masked = [slot for slot in self.slots if slot.request.mask is not None]
         if not masked:
             return
         # In this order: when the round before has been read, nobody reads its masks any more.
         self._collect()
         self._upload_settings()
-        room, vocab = self.runner.columns.room(), self.runner.columns.vocab
+        room, vocab = self.steps.columns.room(), self.steps.columns.vocab
         for slot in masked:
             # What follows a first token is asked when the host has read it.
-            if slot.row.finish or (slot.asked and slot.state is State.PREFILL):
+            if slot.sequence.finish or (slot.asked and slot.state is State.PREFILL):
                 continue
-            slot.row.allowed(room[slot.index], vocab)
+            slot.sequence.allowed(room[slot.index], vocab)
 
     def _upload_settings(self) -> None:
         """The settings of new rows, to the runner."""
         if self.new:
-            self.runner.columns.put(list(self.new), list(self.new.values()))
+            self.steps.columns.put(list(self.new), list(self.new.values()))
             self.new = {}
 
     def step(self) -> None:
@@ -170,7 +157,7 @@ class GraphLane(Lane):
         while group:
             few = len(group) * group[0].size <= RECORDED
             some = [m for m in group if few or 2 * m.size >= group[0].size]
-            self.runner.remember(some)
+            self.steps.remember(some)
             for m in some:
                 m.ready = True
             group = group[len(some) :]
@@ -182,15 +169,15 @@ class GraphLane(Lane):
             writers = [slot, *others] if end == len(slot.text) else []
             parts.append(self._part(slot, size, [(s.index, s.said) for s in writers]))
             through += writers
-            if end in (len(slot.text), len(slot.text) - len(slot.row.ids)):
+            if end in (len(slot.text), len(slot.text) - len(slot.sequence.ids)):
                 shares += [(slot, s, end) for s in others]
         own = [s for _, s, size in shares if size % self.pool.page]
         if self.pool.available < len(own):
             raise OutOfPages(f"{len(own)} samples need a page each; free a row, or make more pages")
         copies = [self._share(*each) for each in shares]
-        now = [(s.row.request.settings, s.said) for s in through]
+        now = [(s.settings, s.said) for s in through]
         used = frozenset().union(*(used_by(s, n, n) for s, n in now))
-        if any(s.row.request.mask is not None for s in through):
+        if any(s.request.mask is not None for s in through):
             used |= {MASK}
         self._prefill(parts, used, group)
         for source, target in filter(None, copies):
@@ -204,22 +191,22 @@ class GraphLane(Lane):
             self.edits |= s.pages.edits(s.index)
 
     def _prefill(
-        self, parts: Sequence[Part], used: frozenset[str], group: Sequence[tuple[Slot, int]]
+        self, parts: abc.Sequence[Part], used: frozenset[str], group: abc.Sequence[tuple[Slot, int]]
     ) -> None:
         """Read; where a prompt's log probabilities are asked for, they are on their way."""
         wanted, owners, place = list[tuple[int, int]](), list[tuple[Slot, int]](), 0
         for slot, size in group:
-            if unscored(slot.row.request, self.scores):
-                after = slot.row.request.ids[slot.fed + 1 : slot.fed + size + 1]
+            if unscored(slot.request, self.scores):
+                after = slot.request.ids[slot.fed + 1 : slot.fed + size + 1]
                 wanted += [(place + i, token) for i, token in enumerate(after)]
                 owners.append((slot, len(after)))
             place += size
-        found = self.runner.prefill(parts, used, wanted)
+        found = self.steps.prefill(parts, used, wanted)
         each = zip(*(x.split([n for _, n in owners]) for x in found), strict=True)
         for (slot, _), mine in zip(owners, each, strict=False):
             slot.scored.append(mine)
 
-    def _part(self, slot: Slot, size: int, ends: Sequence[tuple[int, int]] = ()) -> Part:
+    def _part(self, slot: Slot, size: int, ends: abc.Sequence[tuple[int, int]] = ()) -> Part:
         tokens, source = slot.text[slot.fed : slot.fed + size], slot.memory and slot.memory.size
         return Part(tokens, slot.fed, slot.pages, ends, slot.slot_ids[0], source or 0)
 
@@ -231,44 +218,44 @@ class GraphLane(Lane):
     def _launch(self) -> Inflight | None:
         """The next round."""
         wanted = [s for s in self.slots if s.left or s.state is State.PREFILL]
-        live = [s for s in wanted if s.asked and not s.row.finish]
+        live = [s for s in wanted if s.asked and not s.sequence.finish]
         fed, self.fed = self.fed, set()
         if not live:
             self._place()
             return None
         steps = self._steps([s.left for s in live])
         lines, longest, used = [], 1, frozenset[str]()
-        masked = [s for s in live if s.row.request.mask is not None]
+        masked = [s for s in live if s.request.mask is not None]
         # What follows a first token is asked when the host has read it.
         self.paused = any(s.state is State.PREFILL for s in masked)
         if masked:
             steps, used = min(steps, 0 if self.paused else 1), frozenset({MASK})
         # Only the choice waits for masks: what was chosen is fed while the host asks for the next.
-        early = self.runner.feeds_early(used)
+        early = self.steps.feeds_early(used)
         for slot in live:
             took, said = min(steps, slot.left), slot.said + slot.asked
             # What a round chooses last is fed by the next one; with masks at once, if more follows.
             last = 0 if early and took < slot.left else 1
             self._reserve(slot, len(slot.text) + slot.asked + took - last)
-            used |= used_by(slot.row.request.settings, said, said + took - 1)
+            used |= used_by(slot.settings, said, said + took - 1)
             lines.append((slot, 0 if slot.state is State.PREFILL else 1, 1 + took))
         self._place()
         # Rows that are through go on until the host has read it, and the kernels read as far as they are.
         for slot in (s for s in self.slots if s.asked and s.state is not State.DRAINING):
             slot.ran += steps
             longest = max(longest, len(slot.text) + slot.ran + 1)
-        width = min(self.runner.rows, 1 << max(s.index for s in live).bit_length())
-        bounds = self.runner.bucket(longest), self._far(live)
+        width = min(self.steps.rows, 1 << max(s.index for s in live).bit_length())
+        bounds = self.steps.bucket(longest), self._far(live)
         if early and steps and not fed.issuperset(live):
-            self.runner.feed(width, *bounds)
-        flight = self.runner.run(steps, width, *bounds, used), lines
+            self.steps.feed(width, *bounds)
+        flight = self.steps.run(steps, width, *bounds, used), lines
         for slot, _, last in lines:
             slot.asked += last - 1
             slot.state = State.RUNNING
             if not slot.left:
                 self._leave(slot)
         if early and any(s.left for s in live):
-            self.runner.feed(width, *bounds)
+            self.steps.feed(width, *bounds)
             self.fed = set(live)
         return flight
 
@@ -276,16 +263,16 @@ class GraphLane(Lane):
         """Of a round: until an eighth of the rows are through where others wait, or `look`."""
         lefts = sorted(left for left in lefts if left) or [0]
         few = max(1, len(lefts) // 8) if self.waiting else len(lefts)
-        return min(self.runner.look, lefts[few - 1])
+        return min(self.steps.look, lefts[few - 1])
 
-    def _far(self, live: Sequence[Slot]) -> int:
+    def _far(self, live: abc.Sequence[Slot]) -> int:
         """A bound of the longest source; 0 where there is none."""
         far = max(s.memory.size if s.memory else 0 for s in live)
         return far and max(SHORTEST, next_power_of_two(far))
 
     def _place(self) -> None:
         busy = {s.index for s in self.slots if s.asked and s.state is not State.DRAINING}
-        self.runner.place(self.edits, [i for i in self.idle if i not in busy])
+        self.steps.place(self.edits, [i for i in self.idle if i not in busy])
         self.edits, self.idle = {}, []
 
     def _collect(self) -> None:
@@ -298,7 +285,7 @@ class GraphLane(Lane):
             event.synchronize()
         tokens, logprobs = log.T.tolist(), logp.T.tolist()
         for slot, first, last in lines:
-            row, index = slot.row, slot.index
+            row, index = slot.sequence, slot.index
             count, listed = row.request.settings.top_logprobs, list[Tops]()
             if count:
                 pairs = (x[first:last, index, :count].tolist() for x in tops)

@@ -1,0 +1,67 @@
+"""The runner `graph`: CUDA graphs over slots of fixed memory, for what needs no guesses and fits into the context."""
+
+from __future__ import annotations
+
+from regard.decode.batch import Reading
+from regard.decode.beam import Shape
+from regard.decode.runners.beams import BeamBatch, beam_steps
+from regard.decode.runners.slots import GraphBatch
+from regard.decode.runners.steps import GraphSteps
+from regard.decode.sampling import MOST_ENDS, RULES, uses
+from regard.decode.settings import Request
+from regard.fast.cuda.record import Recorder
+
+
+class GraphRunner:
+    """`rows` of an engine: beams of one shape have as many."""
+
+    name = "graph"
+
+    def __init__(self, steps: GraphSteps, rows: int):
+        self.steps, self.rows = steps, rows
+        self.batches: dict[Shape | None, GraphBatch] = {}  # their memory stays
+
+    def explain(self) -> list[str]:
+        steps, pool = self.steps, self.steps.pool
+        how = "CUDA graphs" if steps.graph else "steps as in a CUDA graph"
+        size = f"{len(pool.users):,} pages of {pool.page} tokens, {pool.nbytes / 2**30:.2f} GiB"
+        more = "guesses, rules on runs of tokens and texts past the context: runner torch"
+        if steps.stateful:
+            more = f"beam search, {more}; no prefix is found again, as pages hold no state"
+        return [
+            f"runner graph: {how} of {steps.rows} slots over {size}",
+            steps.fast.explain(),
+            more,
+            "rows with a mask: rounds of one step, for all that run beside them",
+        ]
+
+    def takes(self, request: Request, long: bool) -> bool:
+        s = request.settings
+        # A state is not taken over by another beam.
+        plain = not (s.lookup or s.draft or (s.beams > 1 and self.steps.stateful))
+        fits = len(request.ids) + s.max_new_tokens <= self.steps.length
+        fits = fits and s.samples <= self.steps.rows
+        # What depends on the text so far is asked of the host.
+        used = uses(s)
+        ends = len(s.eos) <= MOST_ENDS or not used & {"held", "decay"}
+        return plain and fits and ends and RULES not in used and not long
+
+    def kind(self, request: Request, long: bool) -> Shape | None:
+        return Shape.of(request.settings) if request.settings.beams > 1 else None
+
+    def batch(self, kind: Shape | None, reading: Reading) -> GraphBatch:
+        if kind not in self.batches:
+            if kind is None:
+                self.batches[kind] = GraphBatch(self.steps, reading)
+            else:
+                steps = beam_steps(self.steps, kind, max(1, self.rows // kind.beams))
+                self.batches[kind] = BeamBatch(steps, reading)
+        return self.batches[kind]
+
+    def recorders(self) -> list[Recorder]:
+        return [batch.steps.recorder for batch in self.batches.values()]
+
+    def clear(self) -> None:
+        """After a fault."""
+        for batch in self.batches.values():
+            batch.clear()
