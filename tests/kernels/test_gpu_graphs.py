@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import regard
-from regard.decode.runners import slots
 from regard.decode.engine import Engine
+from regard.decode.runners import slots
 from regard.decode.runners.beams import ROOM
 from regard.decode.runners.steps import GraphSteps
 from regard.decode.settings import Request, Result, Settings

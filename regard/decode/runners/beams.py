@@ -17,8 +17,9 @@ from torch import Tensor
 from regard.cache import BlockTable
 from regard.decode.batch import Batch
 from regard.decode.beam import Beams, Group, Rules, Shape, select
+from regard.decode.runners.memory import by_token
 from regard.decode.runners.slots import GraphBatch
-from regard.decode.runners.steps import SHORTEST, GraphSteps, by_token
+from regard.decode.runners.steps import SHORTEST, GraphSteps
 from regard.decode.sampling import used_by
 from regard.decode.sequence import BROKEN, Sequence, Slot, State
 from regard.decode.settings import Request, Result, Settings

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from regard.cache import BlockTable, OutOfPages
 from regard.decode.batch import Batch, Reading
-from regard.decode.runners.steps import SHORTEST, GraphSteps, Memory
+from regard.decode.runners.memory import Memory
+from regard.decode.runners.steps import SHORTEST, GraphSteps
 from regard.decode.sampling import (
     MASK,
     used_by,

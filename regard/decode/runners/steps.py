@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import weakref
 from collections import abc
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from regard.attention.protocol import Context
-from regard.cache import BlockTable, Pool
+from regard.cache import Pool
+from regard.decode.runners.memory import Memory, Sources
 from regard.decode.sampling import (
     MASK,
     TOPS,
@@ -27,7 +27,6 @@ from regard.decode.sampling import (
 )
 from regard.decode.sequence import SLICE, Sequence
 from regard.decode.settings import MOST_TOPS, Request, Settings
-from regard.decode.sources import source_length
 from regard.fast.cpu import Prepared
 from regard.fast.cuda import GraphContext, Normed, Pages, ResidualStream, decoder, inner, why_not
 from regard.fast.cuda.prompts import (
@@ -36,7 +35,6 @@ from regard.fast.cuda.prompts import (
     Part,
     flat,
     next_power_of_two,
-    round_up,
     sizes_of,
 )
 from regard.fast.cuda.record import Recorder, send
@@ -50,17 +48,6 @@ SLOTS = 64  # at least, on a GPU: rows that are not used cost nothing
 SHORTEST = 256  # the smallest bucket of lengths
 # What most choices depend on.
 USUAL: tuple[frozenset[str], ...] = (frozenset(), frozenset({"temperature"}))
-
-
-@dataclass(eq=False)
-class Memory:
-    """What an encoder made of a request's source, for all its rows."""
-
-    request: Request
-    size: int
-    slot_ids: list[int]  # its rows
-    pages: BlockTable
-    ready: bool = False
 
 
 class GraphSteps:
@@ -89,13 +76,9 @@ class GraphSteps:
         self.pages = Pages(pool.stores, table, length, states=states)
         self.stateful = any(states)
         self.length = length
-        # What cross-attention reads, named by a table of its own: `pos` is the last token of each row's source.
-        self.memory: Pages | None = None
+        self.sources = None
         if model.reads_source:
-            most = source_length(model) or len(pool.users) * pool.page
-            table = torch.full_like(table[:, :1], pool.blank).repeat(1, -(-most // pool.page))
-            pos = torch.zeros(rows, dtype=torch.long, device=self.device)
-            self.memory = Pages(pool.stores, table, most, pos)
+            self.sources = Sources(model, self.fast, pool, rows, self.device)
 
         def zeros(*shape: int, kind: torch.dtype = torch.long) -> Tensor:
             return torch.zeros(*shape, dtype=kind, device=self.device)
@@ -146,13 +129,12 @@ class GraphSteps:
         pages = replace(self.pages, bound=bound, **mine)
         # A beam that nothing is left for may have a token that the vocabulary does not.
         ids, pos = s.ids[rows].clamp(0, self.vocab - 1)[:, None], s.pos[rows, None]
-        wide, memory = self.kernels and width > MOST, self.sources(rows, far)
+        wide, memory = self.kernels and width > MOST, self.sources_of(rows, far)
         return self.fast.logits(self.hidden(ids, pos, pages, wide, memory))
 
-    def sources(self, rows: slice | Tensor, far: int) -> Pages | None:
+    def sources_of(self, rows: slice | Tensor, far: int) -> Pages | None:
         """What some rows see of their sources, none longer than `far`."""
-        m = self.memory
-        return m and replace(m, table=m.table[rows], pos=m.pos[rows], bound=min(far, m.length))  # type: ignore[index]
+        return None if self.sources is None else self.sources.of(rows, far)
 
     def _step(self, key: Any) -> None:
         self.step(*key[1:])
@@ -193,7 +175,7 @@ class GraphSteps:
         that follow there, whose log probabilities (and the best ones, and theirs) are given."""
         pages = replace(self.pages, stores=self.pool.stores, pack=pack)
         # Every token is a row that sees the source of its prompt.
-        memory = self.memory and self.sources(pack.slot_ids[pack.row], pack.sizes.source)
+        memory = self.sources_of(pack.slot_ids[pack.row], pack.sizes.source)
         hidden = self.hidden(pack.ids[None], pack.pos[None], pages, True, memory)
         found = []
         for first in range(0, len(wanted), SLICE):
@@ -240,49 +222,8 @@ class GraphSteps:
 
     def remember(self, memories: abc.Sequence[Memory]) -> None:
         """Encode sources, and put what the decoder's layers keep of them into their pages."""
-        page, device = self.pool.page, self.device
-        each = [m.request.source for m in memories if m.request.source is not None]
-        inside = torch.arange(page)
-        places = [
-            (torch.tensor(m.pages)[:, None] * page + inside).flatten()[: m.size] for m in memories
-        ]
-        if each[0].dim() > 1:
-            found, _ = self.fast.encode(send(torch.stack(each), device))
-            self.keep_sources(found, send(torch.cat(places), device))
-        else:
-            # Padding goes to a place that nobody reads.
-            b, s = next_power_of_two(len(each)), round_up(max(map(len, each)), 16)
-            ids, lengths = torch.zeros(b, s, dtype=torch.long), torch.ones(b, dtype=torch.long)
-            to = torch.full_like(ids, self.pool.scratch * page)
-            for i, (source, place) in enumerate(zip(each, places, strict=True)):
-                ids[i, : len(source)], to[i, : len(source)], lengths[i] = source, place, len(source)
-            numbers = send(torch.cat([ids.flatten(), to.flatten(), lengths]), device)
-            small = b * s <= RECORDED and recordable(self.fast.config.encoder)
-            self.recorder.again(
-                ("source", b, s), numbers, lambda x: self.read_sources(x, b, s), small
-            )
-        edits = [
-            (row, i, number, m.size - 1)
-            for m in memories
-            for row in m.slot_ids
-            for i, number in enumerate(m.pages)
-        ]
-        assert self.memory is not None and self.memory.pos is not None
-        row, i, number, last = send(edits, device).T
-        self.memory.table[row, i], self.memory.pos[row] = number.int(), last
-
-    def read_sources(self, numbers: Tensor, b: int, s: int) -> None:
-        """Source ids (b s), the places of their tokens (b s), and their lengths (b)."""
-        ids, to, lengths = numbers.split([b * s, b * s, b])
-        pos, fast = Span.ragged(lengths, s), self.fast
-        ctx = Context(pos, fast.config.encoder.mask, site="encoder.")
-        self.keep_sources(fast.encoder(fast.source(ids.view(b, s), pos), ctx), to)
-
-    def keep_sources(self, memory: Tensor, to: Tensor) -> None:
-        """What an encoder gave (b s m), at its places (b s)."""
-        pages = Pages(by_token(self.pool), to[:, None], 1, torch.zeros_like(to))
-        for i, block in enumerate(self.fast.decoder.blocks):
-            block.cross.remember(memory.flatten(0, 1), pages.layer(i))
+        assert self.sources is not None
+        self.sources.remember(memories, self.recorder)
 
     def feeds_early(self, used: frozenset[str]) -> bool:
         """Whether tokens are fed before the masks of what follows are known. A state cannot be fed twice."""
@@ -344,7 +285,7 @@ class GraphSteps:
         """From now on graphs wait for `warm`. Those of every number of rows are wanted: the largest first, which can do
         the work of the others."""
         self.recorder.puts_off = True
-        far = 0 if self.memory is None else next_power_of_two(self.memory.length)
+        far = 0 if self.sources is None else next_power_of_two(self.sources.pages.length)
         widths = [1 << i for i in range(self.rows.bit_length()) if 1 << i <= self.rows]
         shapes = [(self.rows, self.length), *((width, self.bucket(1)) for width in widths[::-1])]
         # What a choice depends on has its place when a row first has it.
@@ -385,18 +326,6 @@ class GraphSteps:
         self.pages.table.fill_(self.pool.scratch)
         self.state.live.zero_()
         self.state.pos.zero_()
-
-
-def recordable(encoder: Any) -> bool:
-    """Whether a pass of the plain tower waits for nothing on the host: no experts, no choice of keys, no slopes."""
-    plain = all(a.kind == "gqa" for a in encoder.each("attention"))
-    experts = any(f.kind != "mlp" for f in encoder.each("ffn"))
-    return plain and not experts and getattr(encoder.relative, "kind", "") != "alibi"
-
-
-def by_token(pool: Pool) -> list[dict[str, Tensor]]:
-    """What the layers keep, as pages of one token."""
-    return [{n: x.flatten(0, 1)[:, None] for n, x in store.items()} for store in pool.stores]
 
 
 _kept: weakref.WeakKeyDictionary[Model, GraphSteps] = weakref.WeakKeyDictionary()
