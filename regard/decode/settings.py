@@ -114,7 +114,7 @@ class Settings:
     # Guess this many tokens at once by looking the last ones up in the text; changes no token.
     lookup: int = _within(0, 0, 64)
     # A text longer than the model's context: an error; or it goes on with its last tokens (crop), or with its first
-    # four and its last ones (sinks; see regard/decode/plain.py).
+    # four and its last ones (sinks; see regard/decode/runners/outgrown.py).
     overflow: str = "error"
     # Beside each token that is chosen, the n most probable ones with the model's log probabilities,
     # before temperature, filters, penalties and masks, as those of the choice are.

@@ -1,5 +1,5 @@
-"""Guesses of the next tokens, which plain.py checks in one pass. Which are guessed never changes the text; better ones
-only make more guesses right.
+"""Guesses of the next tokens, which are checked in one pass (sampler.py). Which are guessed never changes the text;
+better ones only make more guesses right.
 """
 
 from __future__ import annotations

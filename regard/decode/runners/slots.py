@@ -1,4 +1,4 @@
-"""Rows in fixed slots over pages, whose steps a CUDA graph computes (runner.py).
+"""Rows in fixed slots over pages, whose steps a CUDA graph computes (steps.py).
 
 The host reads a round of up to `look` steps one round late, so that the device always has work. Where a row has a mask,
 its next token depends on what the host says of the last one: then rounds have one step, and what was chosen is read,
