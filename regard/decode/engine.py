@@ -16,6 +16,7 @@ from collections import abc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,11 +29,10 @@ from regard.decode.runners.graph import GraphRunner
 from regard.decode.runners.rows import Forward
 from regard.decode.runners.steps import GraphSteps, steps_of, why_plain
 from regard.decode.runners.torch import TorchRunner
-from regard.decode.scheduler import Scheduler
+from regard.decode.scheduler import Scheduler, Snapshot
 from regard.decode.sequence import Sequence
 from regard.decode.settings import Event, Request
 from regard.decode.sources import source_length, source_size
-from regard.decode.trials import Snapshot
 from regard.errors import UsageError
 from regard.fast.cpu import Prepared
 from regard.fast.cuda.record import Recorder
@@ -95,7 +95,7 @@ class Engine:
             patience=patience,
             longest=self.longest,
             border=border(model),
-            source_pages=self._source_pages,
+            source_pages=partial(source_pages, model, page) if self.sources else None,
         )
         self.reading = Reading(self.prefix, self.chunk, self.scheduler.scores)
         self.graph = None if steps is None else GraphRunner(steps, rows)
@@ -136,12 +136,6 @@ class Engine:
             self.pool = Pool(self.specs, pages, page, **self.where)
         return None
 
-    def _source_pages(self, request: Request) -> int:
-        """Pages that a request's source takes."""
-        if self.pool is None or not self.sources:
-            return 0
-        return -(-source_size(self.model, request) // self.pool.page)
-
     # --- what a user calls ---
 
     def explain(self) -> str:
@@ -160,7 +154,7 @@ class Engine:
         if self.pool is not None:
             slots = self.graph is not None and self.graph.takes(request, long=False)
             apart = slots and request.settings.beams > 1
-            check_pages(request, self.pool, self.model, self._source_pages(request), apart)
+            check_pages(request, self.pool, self.model, self.scheduler.source_pages(request), apart)
         if request.number >= 0:  # given before: the same words, another request
             request = replace(request, cached=None)
         return self.scheduler.submit(request)
@@ -317,6 +311,11 @@ class Engine:
 
     def _recorders(self) -> list[Recorder]:
         return [] if self.graph is None else self.graph.recorders()
+
+
+def source_pages(model: Any, page: int, request: Request) -> int:
+    """Pages that a request's source takes."""
+    return -(-source_size(model, request) // page)
 
 
 def _check_options(choices: dict[str, str], sizes: dict[str, int | None]) -> None:

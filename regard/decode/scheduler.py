@@ -6,7 +6,8 @@ on later with the same text. The first is never put back for pages, so there is 
 all rows are taken and somebody has waited for so long, the one that has had its row the longest waits instead, if it
 has come further since: long answers take turns, and short ones need not wait for their end.
 
-A step is all or nothing; who is at fault when one raised is found out by trials (trials.py).
+A step is all or nothing: after one that raised, everything is as a `Snapshot` found it, and who is at fault is found
+out by trials (trials.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from bisect import insort
 from collections import abc
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -342,3 +344,56 @@ def long_served(first: Request, slots: Iterator[Slot], patience: float) -> list[
         return []
     longest.yielded = turn + 1 - longest.turn
     return [longest]
+
+
+@dataclass
+class Snapshot:
+    """What a step that raises must leave as it was."""
+
+    first: int  # the number of the next request
+    waiting: list[Request]
+    resumed: dict[int, list[Sequence]]
+    lengths: list[tuple[Sequence, int]]  # how many tokens each had said
+    running: dict[int, Request]
+    progress: dict[int, int]
+    finished: dict[int, dict[int, Result]]
+    deadlines: dict[int, float]
+    scores: dict[int, Scores]
+
+    @staticmethod
+    def of(scheduler: Scheduler) -> Snapshot:
+        """Before a step."""
+        scheduler.trials.tried = {}
+        resumed = dict(scheduler.resumed)
+        for slot in scheduler.slots():
+            # A search begins anew.
+            if slot.settings.beams == 1:
+                resumed.setdefault(slot.request.number, []).append(slot.sequence)
+        return Snapshot(
+            first=scheduler.count,
+            waiting=list(scheduler.waiting),
+            resumed=resumed,
+            lengths=[(each, len(each.ids)) for some in resumed.values() for each in some],
+            running={request.number: request for request in scheduler.running()},
+            progress=scheduler.progress(),
+            finished={number: dict(done) for number, done in scheduler.finished.items()},
+            deadlines=dict(scheduler.deadlines),
+            scores=dict(scheduler.scores),
+        )
+
+    def restore(self, scheduler: Scheduler) -> None:
+        """After a step that raised. It may have left pages in any state, so none is trusted: every request is in the
+        queue, with what it had said before."""
+        scheduler.careful = True
+        new = [r for r in scheduler.waiting if r.number >= self.first]
+        still = {r.number for r in scheduler.waiting}
+        every = (*self.running.values(), *self.waiting)
+        ran = [r.number for r in every if r.number not in still]
+        scheduler.trials.tried = {number: self.progress.get(number, 0) for number in ran}
+        scheduler.batches, scheduler.resumed = {}, self.resumed
+        scheduler.finished = self.finished
+        scheduler.waiting = sorted([*every, *new], key=RANK)
+        scheduler.deadlines.update(self.deadlines)
+        scheduler.scores.update(self.scores)
+        for each, size in self.lengths:
+            each.rollback(size)

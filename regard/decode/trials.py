@@ -1,4 +1,4 @@
-"""Steps that raise. A step is all or nothing: after one that raised, everything is as a `Snapshot` found it.
+"""Who is at fault when a step raises.
 
 If the device's memory was short, fewer rows are tried, until the request that needs too much is alone. If it was
 anything else, halves of those that ran are tried apart, until the one at fault is alone; the others go on together.
@@ -8,13 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-from regard.decode.sequence import Scores, Sequence
-from regard.decode.settings import Request, Result
-
-if TYPE_CHECKING:
-    from regard.decode.scheduler import Scheduler
 
 
 @dataclass
@@ -56,56 +49,3 @@ class Trials:
             return False
         self.groups.pop(0)
         return True
-
-
-@dataclass
-class Snapshot:
-    """What a step that raises must leave as it was."""
-
-    first: int  # the number of the next request
-    waiting: list[Request]
-    resumed: dict[int, list[Sequence]]
-    lengths: list[tuple[Sequence, int]]  # how many tokens each had said
-    running: dict[int, Request]
-    progress: dict[int, int]
-    finished: dict[int, dict[int, Result]]
-    deadlines: dict[int, float]
-    scores: dict[int, Scores]
-
-    @staticmethod
-    def of(scheduler: Scheduler) -> Snapshot:
-        """Before a step."""
-        scheduler.trials.tried = {}
-        resumed = dict(scheduler.resumed)
-        for slot in scheduler.slots():
-            # A search begins anew.
-            if slot.settings.beams == 1:
-                resumed.setdefault(slot.request.number, []).append(slot.sequence)
-        return Snapshot(
-            first=scheduler.count,
-            waiting=list(scheduler.waiting),
-            resumed=resumed,
-            lengths=[(each, len(each.ids)) for some in resumed.values() for each in some],
-            running={request.number: request for request in scheduler.running()},
-            progress=scheduler.progress(),
-            finished={number: dict(done) for number, done in scheduler.finished.items()},
-            deadlines=dict(scheduler.deadlines),
-            scores=dict(scheduler.scores),
-        )
-
-    def restore(self, scheduler: Scheduler) -> None:
-        """After a step that raised. It may have left pages in any state, so none is trusted: every request is in the
-        queue, with what it had said before."""
-        scheduler.careful = True
-        new = [r for r in scheduler.waiting if r.number >= self.first]
-        still = {r.number for r in scheduler.waiting}
-        every = (*self.running.values(), *self.waiting)
-        ran = [r.number for r in every if r.number not in still]
-        scheduler.trials.tried = {number: self.progress.get(number, 0) for number in ran}
-        scheduler.batches, scheduler.resumed = {}, self.resumed
-        scheduler.finished = self.finished
-        scheduler.waiting = sorted([*every, *new], key=lambda request: request.rank)
-        scheduler.deadlines.update(self.deadlines)
-        scheduler.scores.update(self.scores)
-        for each, size in self.lengths:
-            each.rollback(size)

@@ -47,7 +47,7 @@ def served(
         engine.submit(request(name, prompt, settings, key=i))
     found = run(engine)
     full(engine.pool)
-    assert not engine.scores
+    assert not engine.scheduler.scores
     return [found[i] for i in range(len(asked))]
 
 

@@ -1,12 +1,15 @@
 """What decoding holds: as many bytes as the summary says, and less than a page a row more than it must."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
 from regard.cache import CacheSpec, Paged, Pool
 from regard.decode import engine as module
 from regard.decode.engine import Engine, pages_in
-from regard.decode.settings import Settings
+from regard.decode.settings import Request, Settings
 from regard.errors import UsageError
 from regard.models.base import cache_bytes
 from tests.decode.tiny import DECODERS, model, prompts, request
@@ -143,3 +146,20 @@ def test_states_lie_beside_the_pages() -> None:
         pages(20, rows=8, states=True)
     alone = [CacheSpec(state={"s": (3,)})]
     assert pages_in(24 + 16 * 5, CPU, alone, 4, torch.float32, 2, None) == 5
+
+
+@pytest.mark.parametrize("runner", ["torch", "graph"])
+@pytest.mark.parametrize("beams", [1, 2])
+def test_memory_of_an_engine_goes_with_its_last_reference(runner: str, beams: int) -> None:
+    """Without the garbage collector: the next engine finds the device's memory free."""
+    net = model("gqa_rope")
+    gc.disable()
+    try:
+        engine = Engine(net, runner=runner, rows=4)
+        engine.submit(Request([1, 2, 3], Settings(max_new_tokens=4, beams=beams)))
+        assert [e for e in engine.run() if e.done is not None]
+        gone, pool = weakref.ref(engine), weakref.ref(engine.pool)
+        del engine
+        assert gone() is None and pool() is None
+    finally:
+        gc.enable()

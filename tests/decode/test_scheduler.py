@@ -11,10 +11,9 @@ import pytest
 
 from regard.cache import BlockTable, OutOfPages, PagePool
 from regard.decode.batch import Batch, Reading
-from regard.decode.scheduler import Scheduler
+from regard.decode.scheduler import Scheduler, Snapshot
 from regard.decode.sequence import Sequence, Slot, State
 from regard.decode.settings import Event, Request, Settings
-from regard.decode.trials import Snapshot
 
 
 class Counting(Batch):

@@ -13,8 +13,8 @@ import torch
 import regard
 from regard.attention.sparse import choose, dots_exact, fp8_dots, index_scores, packed_fp8
 from regard.decode.engine import Engine
-from regard.decode.runners import steps
-from regard.decode.runners.slots import GraphBatch
+from regard.decode.runners import steps as kept_steps
+from regard.decode.runners.graph import GraphRunner
 from regard.decode.runners.steps import GraphSteps
 from regard.decode.settings import Request, Settings
 from regard.kernels.triton import attention as gpu_attention
@@ -79,8 +79,9 @@ def made(model: regard.Model, rows: int, kernels: bool) -> Engine:
     engine = Engine(model, rows=rows)
     assert engine.graph is not None and engine.pool is not None
     if not kernels:
-        runner = GraphSteps(model, engine.pool, rows, 512, kernels=False)
-        engine.graph.batches[None] = GraphBatch(runner, engine.reading)
+        steps = GraphSteps(model, engine.pool, rows, 512, kernels=False)
+        engine.graph = engine.runners[0] = GraphRunner(steps, rows)
+        engine.graph.batch(None, engine.reading)
     return engine
 
 
@@ -118,7 +119,7 @@ def test_graph_gives_the_plain_tokens(name: str, rows: int) -> None:
 def test_every_form_gives_the_plain_logits_and_tokens(name: str, rows: int) -> None:
     model, asked = small.build(name).cuda(), small.requests(rows)
     assert largest_gap(Engine(model, rows=rows), [r.ids for r in asked], 6) < BOUND
-    steps._kept.clear()
+    kept_steps._kept.clear()
     assert ties(model, asked, answer(model, asked, rows)) <= FEW
 
 
@@ -178,17 +179,17 @@ def test_every_setting_is_the_same_in_a_graph(settings: dict) -> None:
 def test_generate_uses_the_graph_and_keeps_it() -> None:
     model, ids = build("gqa"), [[1, 2, 3], [4, 5]]
     first = regard.generate(model, ids, max_new_tokens=20)
-    kept = steps._kept[model]
+    kept = kept_steps._kept[model]
     recorded = set(kept.recorder.graphs)
     again = regard.generate(model, ids, max_new_tokens=20)
-    assert [r.ids for r in again] == [r.ids for r in first] and steps._kept[model] is kept
+    assert [r.ids for r in again] == [r.ids for r in first] and kept_steps._kept[model] is kept
     assert recorded <= set(kept.recorder.graphs)
     with torch.no_grad():
         model.tower.blocks[0].attention.wq.weight.mul_(-1)
     changed = regard.generate(model, ids, max_new_tokens=20)
     plain = regard.generate(model, ids, max_new_tokens=20, layout="contiguous")
     assert [r.ids for r in changed] == [r.ids for r in plain] != [r.ids for r in first]
-    assert steps._kept[model] is kept
+    assert kept_steps._kept[model] is kept
     pieces = regard.stream(model, [1, 2, 3], max_new_tokens=8)
     assert list(pieces) == []
 
@@ -205,7 +206,7 @@ def test_dependent_launch_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> N
     for rows in (2, 16):
         monkeypatch.setitem(gpu_linear.SWITCH, "pdl", False)
         want = answer(model, asked, rows)
-        steps._kept.clear()
+        kept_steps._kept.clear()
         monkeypatch.setitem(gpu_linear.SWITCH, "pdl", True)
         got = answer(model, asked, rows)
         assert [r.ids for r in got] == [r.ids for r in want]
