@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import cast
 
-from regard.cache import BlockTable, Pool
+from regard.cache import BlockTable, PagePool, Pool
 from regard.decode.sequence import Scores, Sequence, Slot, State, page_keys, unscored
 from regard.decode.settings import Event, Request, Result
 
@@ -27,8 +27,9 @@ class Batch:
     """Rows that advance together. A runner's batch defines `ask` and `step`, which leave what rows said in `events`,
     `_read` for prompts, and what a slot is made with and leaves behind."""
 
-    def __init__(self, pool: Any, reading: Reading):
-        self.pool: Pool = pool
+    def __init__(self, pool: PagePool | None, reading: Reading):
+        # Where nothing lies in pages, nobody asks for it.
+        self.pool = cast(Pool, pool)
         self.prefix, self.chunk, self.scores = reading.prefix, reading.chunk, reading.scores
         self.padded = reading.chunk  # places that prompts of different lengths may be laid out in
         self.slots: list[Slot] = []  # in the order in which they came

@@ -13,7 +13,7 @@ import gc
 import logging
 import math
 from collections import abc
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,7 @@ from regard.decode.batch import Batch, Reading
 from regard.decode.check import check, check_draft, check_drafted, check_pages, context_of
 from regard.decode.runners import Runner
 from regard.decode.runners.graph import GraphRunner
-from regard.decode.runners.rows import Forward
+from regard.decode.runners.rows import Forward, Where
 from regard.decode.runners.steps import GraphSteps, steps_of, why_plain
 from regard.decode.runners.torch import TorchRunner
 from regard.decode.scheduler import Scheduler, Snapshot
@@ -39,7 +39,7 @@ from regard.fast.cuda.record import Recorder
 from regard.kernels.c.threads import SHARED, threads_for
 from regard.kernels.triton.measured import measure, put_off, unmeasured
 from regard.machine import free_memory
-from regard.models.base import border
+from regard.models.base import Model, border
 
 SHORT = "out of memory on {}: make the engine with fewer rows=, a smaller memory= or chunk=, or shorten the request"
 FAILED = "the model failed: {}"
@@ -56,9 +56,9 @@ class Engine:
     is and why. The model decodes in evaluation mode; after each step it is in the mode in which it was."""
 
     def __init__(
-        self, model: Any, *, runner: str = "auto", layout: str = "paged", rows: int = 64, chunk: int | None = None,
+        self, model: Model, *, runner: str = "auto", layout: str = "paged", rows: int = 64, chunk: int | None = None,
         pages: int | None = None, page: int = 16, memory: float | None = None, prefix: bool = True,
-        backend: str = "sdpa", draft: Any = None, patience: float = math.inf
+        backend: str = "sdpa", draft: Model | None = None, patience: float = math.inf
     ):  # fmt: skip
         _check_options(
             {"layout": layout, "runner": runner},
@@ -72,7 +72,7 @@ class Engine:
         self.modules = [*model.modules(), *(draft.modules() if draft is not None else ())]
         self.specs = model.cache_specs()
         weight = next(model.parameters())
-        self.where = {"device": weight.device, "dtype": weight.dtype}
+        self.where: Where = {"device": weight.device, "dtype": weight.dtype}
         # Packed weights are no parameters; models worth packing are worth all threads.
         packed = isinstance(model, Prepared)
         self.weights = SHARED if packed else sum(p.numel() for p in model.parameters())
@@ -102,7 +102,7 @@ class Engine:
         forward = Forward(
             model, self.specs, self.where, backend, self.pool, draft, self.longest or 0
         )
-        self.runners: list[Runner] = [TorchRunner(forward, why)]
+        self.runners: list[Runner[Any]] = [TorchRunner(forward, why)]
         if self.graph is not None:
             # The memory of its slots is this engine's from now on.
             self.graph.batch(None, self.reading)
@@ -276,7 +276,7 @@ class Engine:
             event.cause = cause
         return self.scheduler.done(events)
 
-    def _advance(self, kind: Any, batch: Batch) -> list[Event]:
+    def _advance(self, kind: Hashable, batch: Batch) -> list[Event]:
         events: list[Event] = []
         for part in (batch.ask, batch.step):
             # Requests of which a row has outgrown the context change batches, all their rows together; for a cache that
@@ -313,7 +313,7 @@ class Engine:
         return [] if self.graph is None else self.graph.recorders()
 
 
-def source_pages(model: Any, page: int, request: Request) -> int:
+def source_pages(model: Model, page: int, request: Request) -> int:
     """Pages that a request's source takes."""
     return -(-source_size(model, request) // page)
 

@@ -16,10 +16,9 @@ import math
 import time
 from bisect import insort
 from collections import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
 
 from regard.cache import PagePool
 from regard.decode.batch import Batch
@@ -50,7 +49,7 @@ class Scheduler:
         self.longest, self.border = longest, border
         self.source_pages = source_pages or (lambda request: 0)
         self.waiting: list[Request] = []  # by rank
-        self.batches: dict[Any, Batch] = {}
+        self.batches: dict[tuple[str, Hashable], Batch] = {}  # by runner and kind
         # Rows of preempted requests, to go on where they were.
         self.resumed: dict[int, list[Sequence]] = {}
         self.finished: dict[int, dict[int, Result]] = {}  # samples of requests whose others go on
@@ -128,7 +127,11 @@ class Scheduler:
             yield request, self.resumed.pop(request.number, []) or self._rows(request), keys
 
     def enter(
-        self, key: Any, batch: Batch, rows: list[Sequence], keys: abc.Sequence[bytes]
+        self,
+        key: tuple[str, Hashable],
+        batch: Batch,
+        rows: list[Sequence],
+        keys: abc.Sequence[bytes],
     ) -> None:
         """Rows of a request into a batch, which this is the name of from its first request to its last."""
         request = rows[0].request

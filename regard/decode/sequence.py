@@ -194,6 +194,17 @@ class State(Enum):
 
 
 @dataclass(eq=False)
+class Memory:
+    """What an encoder made of a request's source, for all its rows, in a graph."""
+
+    request: Request
+    size: int
+    slot_ids: list[int]  # its rows
+    pages: BlockTable
+    ready: bool = False
+
+
+@dataclass(eq=False)
 class Slot:
     """Its place among those that run."""
 
@@ -206,7 +217,7 @@ class Slot:
     asked: int = 0  # tokens the device was asked to choose
     ran: int = 0  # steps of the rounds since its prompt was read
     state: State = State.PREFILL
-    memory: Any = None  # what an encoder made of its source, in a graph
+    memory: Memory | None = None
     # Samples that begin where the prompt is through.
     siblings: list[Slot] = field(default_factory=list)
     # Log probabilities of its prompt that are on their way.

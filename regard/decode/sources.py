@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from regard.decode.settings import Request
+from regard.models.base import Model
 from regard.models.embedding import Patches, context
 
 
-def source_length(model: Any) -> int | None:
+def source_length(model: Model) -> int | None:
     """The longest source that a model reads."""
     c = model.config
     if isinstance(c.source, Patches):
@@ -18,7 +19,7 @@ def source_length(model: Any) -> int | None:
     return context(c.max_len, c.source)
 
 
-def source_size(model: Any, request: Request) -> int:
+def source_size(model: Model, request: Request) -> int:
     """Tokens of what an encoder gives for a request's source."""
     source = request.source
     if source is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from regard.cache import Cache, Contiguous
-from regard.models.base import border
+from regard.models.base import Model, border
 
 LONGEST = (
     3  # tokens that are looked up together, chosen for speed; fewer where so many do not recur
@@ -53,7 +53,7 @@ def padded(texts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor
 class Draft:
     """A small model that guesses greedily, and its own cache, one row for each row of a batch."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Model):
         self.model, self.border = model, border(model)
         self.cache: Any = None
 

@@ -6,13 +6,16 @@ A runner says which requests it takes and which of them run together, and makes 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Hashable
+from typing import Protocol, TypeVar
 
 from regard.decode.batch import Batch, Reading
 from regard.decode.settings import Request
 
+Kind = TypeVar("Kind", bound=Hashable)
 
-class Runner(Protocol):
+
+class Runner(Protocol[Kind]):
     name: str
 
     def explain(self) -> list[str]:
@@ -23,10 +26,10 @@ class Runner(Protocol):
         """Whether it serves a request. `long`: its text has outgrown the context."""
         ...
 
-    def kind(self, request: Request, long: bool) -> Any:
+    def kind(self, request: Request, long: bool) -> Kind:
         """Requests of one kind share a batch."""
         ...
 
-    def batch(self, kind: Any, reading: Reading) -> Batch:
+    def batch(self, kind: Kind, reading: Reading) -> Batch:
         """The batch of a kind, empty."""
         ...

@@ -8,7 +8,6 @@ of beam.py on tensors that stay where they are; the host reads them a round late
 from __future__ import annotations
 
 from collections import abc
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +17,8 @@ from regard.cache import BlockTable
 from regard.decode.batch import Batch
 from regard.decode.beam import Beams, Group, Rules, Shape, select
 from regard.decode.runners.memory import by_token
-from regard.decode.runners.slots import GraphBatch
-from regard.decode.runners.steps import SHORTEST, GraphSteps
+from regard.decode.runners.slots import GraphBatch, Inflight
+from regard.decode.runners.steps import SHORTEST, Copies, GraphSteps
 from regard.decode.sampling import used_by
 from regard.decode.sequence import BROKEN, Sequence, Slot, State
 from regard.decode.settings import Request, Result, Settings
@@ -102,7 +101,7 @@ class BeamSteps(GraphSteps):
         self.live.index_fill_(0, at, True)
         self.broken.index_fill_(0, at, False)
 
-    def run(self, steps: int, width: int, bound: int, far: int, used: frozenset[str]) -> Any:
+    def run(self, steps: int, width: int, bound: int, far: int, used: frozenset[str]) -> Copies:
         """Advance the first requests by `steps` tokens. Their texts, which of them go on and which are broken, on its
         way to the host; and what tells that it has arrived."""
         k = self.shape
@@ -110,8 +109,7 @@ class BeamSteps(GraphSteps):
             self.recorder.play(("step", width, bound, far, used), self._step, self.changed)
         n = width // k.beams
         each = [*(x[:n] for x in self.texts.tensors()), self.live[:n], self.broken[:n]]
-        *texts, live, broken = self.to_host(each)
-        return Beams(*texts), live, broken, self.arrival()
+        return self.to_host(each), self.arrival()
 
     def changed(self) -> list[Tensor]:
         s = self.state
@@ -180,7 +178,7 @@ class BeamBatch(GraphBatch):
         for slot, size in group:
             slot.fed += size
 
-    def _launch(self) -> Any:
+    def _launch(self) -> Inflight | None:
         live = [g for g in self.slots if g.fed == len(g.text) and not g.unread and g.left]
         if not live:
             self._place()
@@ -209,7 +207,8 @@ class BeamBatch(GraphBatch):
             g.asked += min(steps, g.left)
         width = min(self.steps.places, 1 << max(g.index for g in live).bit_length())
         bounds = self.steps.bucket(longest), self._far(live)
-        return *self.steps.run(steps, width * self.steps.shape.beams, *bounds, used), live
+        copies = self.steps.run(steps, width * self.steps.shape.beams, *bounds, used)
+        return Inflight(*copies, [(g, 0, 0) for g in live])
 
     def _place(self) -> None:
         self.steps.place(self.edits, self.idle)
@@ -218,12 +217,12 @@ class BeamBatch(GraphBatch):
     def _collect(self) -> None:
         if self.inflight is None:
             return
-        inflight: Any = self.inflight
-        texts, live, broken, event, groups = inflight
+        *copies, live, broken = self.inflight.wait()
+        texts, groups = Beams(*copies), [slot for slot, _, _ in self.inflight.lines]
         self.inflight = None
-        if event is not None:
-            event.synchronize()
-        for g in (g for g in groups if g.state is not State.FINISHED):
+        for g in groups:
+            if g.state is State.FINISHED or not isinstance(g, Group):
+                continue
             rows = slice(g.index, g.index + 1)
             g.found = texts.each(lambda x, rows=rows: x[rows])
             g.sequence.error = BROKEN if bool(broken[g.index]) else None

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard.attention.protocol import Context
-from regard.cache import BlockTable, Pool
-from regard.decode.settings import Request
+from regard.cache import Pool
+from regard.decode.sequence import Memory
 from regard.decode.sources import source_length
 from regard.fast.cuda import Pages
 from regard.fast.cuda.prompts import RECORDED, next_power_of_two, round_up
 from regard.fast.cuda.record import Recorder, send
 from regard.mask import Span
 from regard.models.base import Model
-
-
-@dataclass(eq=False)
-class Memory:
-    """What an encoder made of a request's source, for all its rows."""
-
-    request: Request
-    size: int
-    slot_ids: list[int]  # its rows
-    pages: BlockTable
-    ready: bool = False
 
 
 class Sources:

@@ -12,8 +12,6 @@ an index, tokens cannot be moved: there the first four and the last tokens are r
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from regard.cache import FIRST, Cache, Contiguous, Sinks
@@ -23,9 +21,10 @@ from regard.decode.runners.rows import Forward, PlainBatch
 from regard.decode.sequence import Sequence, Slot
 from regard.decode.sources import sources
 from regard.decode.speculate import padded
+from regard.models.base import Model
 
 
-def streams(model: Any) -> bool:
+def streams(model: Model) -> bool:
     """Whether what a model keeps of a token can be brought to another position."""
     still = getattr(written(model), "position", None)
     return still is None and all(spec.turned is not None for spec in model.cache_specs())

@@ -12,7 +12,7 @@ from collections import abc
 from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -27,21 +27,26 @@ from regard.decode.settings import Result
 from regard.decode.sources import source_size, sources
 from regard.decode.speculate import Draft, padded
 from regard.fast.cpu import Prepared
-from regard.models.base import last_real
+from regard.models.base import Model, last_real
 
 ROOM = 128  # tokens a row has room for at first, chosen for speed; it doubles as texts grow
+
+
+class Where(TypedDict):
+    device: torch.device
+    dtype: torch.dtype
 
 
 @dataclass
 class Forward:
     """A model, and how it is called."""
 
-    model: Any
+    model: Model
     specs: list[CacheSpec]
-    where: dict[str, Any]  # device and type of caches
+    where: Where  # its caches are
     backend: str = "sdpa"
     pool: Pool | None = None
-    draft: Any = None  # a model that guesses ahead
+    draft: Model | None = None  # a model that guesses ahead
     longest: int = 0  # tokens that a text past the context goes on with
 
 

@@ -13,19 +13,19 @@ from __future__ import annotations
 import weakref
 from bisect import insort
 from collections import abc
-from typing import Any
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from regard.cache import BlockTable, OutOfPages
 from regard.decode.batch import Batch, Reading
-from regard.decode.runners.memory import Memory
 from regard.decode.runners.steps import SHORTEST, GraphSteps
 from regard.decode.sampling import (
     MASK,
     used_by,
 )
-from regard.decode.sequence import BROKEN, NOTHING, Sequence, Slot, State, unscored
+from regard.decode.sequence import BROKEN, NOTHING, Memory, Sequence, Slot, State, unscored
 from regard.decode.settings import Request, Tops
 from regard.decode.sources import source_size
 from regard.fast.cuda.prompts import (
@@ -36,13 +36,25 @@ from regard.fast.cuda.prompts import (
 
 PADDED = 4  # places that prompts of different lengths may be laid out in, for each token of a chunk
 
-# Tokens, their log probabilities, and where asked for the best ones and theirs; what tells that they have arrived;
-# and which lines are whose.
-Inflight = tuple[tuple[list[Tensor], Any], list[tuple["Slot", int, int]]]
+
+@dataclass
+class Inflight:
+    """A round that is on its way to the host."""
+
+    # Tokens, their log probabilities, and where asked for the best ones and theirs; of beams their state.
+    copies: list[Tensor]
+    arrival: torch.cuda.Event | None
+    # Which lines of them are whose, from the first to the last.
+    lines: list[tuple[Slot, int, int]]
+
+    def wait(self) -> list[Tensor]:
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        return self.copies
 
 
 class GraphBatch(Batch):
-    """Rows of any sampling settings in the slots of a runner."""
+    """Rows of any sampling settings in the slots of a graph."""
 
     def __init__(self, steps: GraphSteps, reading: Reading):
         super().__init__(steps.pool, reading)
@@ -249,7 +261,7 @@ class GraphBatch(Batch):
         bounds = self.steps.bucket(longest), self._far(live)
         if early and steps and not fed.issuperset(live):
             self.steps.feed(width, *bounds)
-        flight = self.steps.run(steps, width, *bounds, used), lines
+        inflight = Inflight(*self.steps.run(steps, width, *bounds, used), lines)
         for slot, _, last in lines:
             slot.asked += last - 1
             slot.state = State.RUNNING
@@ -258,7 +270,7 @@ class GraphBatch(Batch):
         if early and any(s.left for s in live):
             self.steps.feed(width, *bounds)
             self.fed = set(live)
-        return flight
+        return inflight
 
     def _steps(self, lefts: list[int]) -> int:
         """Of a round: until an eighth of the rows are through where others wait, or `look`."""
@@ -280,10 +292,8 @@ class GraphBatch(Batch):
         """Read the round before; what a row said after its end is dropped."""
         if self.inflight is None:
             return
-        ((log, logp, *tops), event), lines = self.inflight
+        (log, logp, *tops), lines = self.inflight.wait(), self.inflight.lines
         self.inflight = None
-        if event is not None:
-            event.synchronize()
         tokens, logprobs = log.T.tolist(), logp.T.tolist()
         for slot, first, last in lines:
             row, index = slot.sequence, slot.index

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import abc
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from regard.cache import Pool
-from regard.decode.runners.memory import Memory, Sources
+from regard.decode.beam import Shape
+from regard.decode.runners.memory import Sources
 from regard.decode.sampling import (
     MASK,
     TOPS,
@@ -25,7 +27,7 @@ from regard.decode.sampling import (
     choose,
     scored,
 )
-from regard.decode.sequence import SLICE, Sequence
+from regard.decode.sequence import SLICE, Memory, Sequence
 from regard.decode.settings import MOST_TOPS, Request, Settings
 from regard.fast.cpu import Prepared
 from regard.fast.cuda import GraphContext, Normed, Pages, ResidualStream, decoder, inner, why_not
@@ -44,6 +46,8 @@ from regard.kernels.triton.sample import advance, best, greedy_advance
 from regard.mask import Causal, Full, Span
 from regard.models.base import Model, border
 
+# What is on its way to the host, and what tells that it has arrived.
+Copies = tuple[list[Tensor], torch.cuda.Event | None]
 SLOTS = 64  # at least, on a GPU: rows that are not used cost nothing
 SHORTEST = 256  # the smallest bucket of lengths
 # What most choices depend on.
@@ -61,7 +65,7 @@ class GraphSteps:
         self.device, self.rows, self.look, self.kernels = weight.device, rows, look, kernels
         self.graph, self.vocab = weight.is_cuda, len(weight)
         self.fast, self.pool, self.places = fast or decoder(model, kernels), pool, rows
-        self.searches: dict[Any, Any] = {}  # the same for beam search, by its shape: see search.py
+        self.searches: dict[Shape, Any] = {}  # for beams, by their shape: see beams.py
         places = -(-length // pool.page)
         table = torch.full((rows, places), pool.scratch, dtype=torch.int32, device=self.device)
         # In float32 at least, as the mechanisms have them.
@@ -104,7 +108,7 @@ class GraphSteps:
         # Where a round's log is copied to the host, while the next one begins.
         self.aside = torch.cuda.Stream(self.device) if self.graph else None
         self.marks: list[tuple[int, int]] = []
-        self.owner: Any = lambda: None  # a weak reference to who has it
+        self.owner: Callable[[], object] = lambda: None  # a weak reference to who has it
         # Of tokens that were fed before the next choice: logits (rows V).
         self.fed: Tensor | None = None
 
@@ -240,7 +244,7 @@ class GraphSteps:
 
         self.recorder.play(("feed", width, bound, far), call, self.changed)
 
-    def run(self, steps: int, width: int, bound: int, far: int, used: frozenset[str]) -> Any:
+    def run(self, steps: int, width: int, bound: int, far: int, used: frozenset[str]) -> Copies:
         """Advance the first `width` rows by `steps` <= look tokens; with masks by one, after `feed`. What they were fed
         first and what they chose then, with its log probability (steps + 1, rows), on its way to the host; and what
         tells that it has arrived."""
@@ -303,7 +307,7 @@ class GraphSteps:
             x.copy_(y, non_blocking=True)
         return found
 
-    def arrival(self) -> Any:
+    def arrival(self) -> torch.cuda.Event | None:
         """What tells that copies have arrived."""
         return torch.cuda.current_stream().record_event() if self.graph else None
 
@@ -331,7 +335,9 @@ class GraphSteps:
 _kept: weakref.WeakKeyDictionary[Model, GraphSteps] = weakref.WeakKeyDictionary()
 
 
-def why_plain(model: Any, backend: str = "sdpa", draft: Any = None, anywhere: bool = False) -> str:
+def why_plain(
+    model: Model, backend: str = "sdpa", draft: Model | None = None, anywhere: bool = False
+) -> str:
     """What keeps a model from a CUDA graph, or nothing. `anywhere`: off a GPU too, where its steps run as they are."""
     if isinstance(model, Prepared):
         return f"it was prepared in {model.precision} for a CPU"
