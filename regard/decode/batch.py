@@ -115,7 +115,7 @@ class Batch:
 
     def unread(self) -> list[Slot]:
         """Slots whose texts are to be read; of samples that share one, the one that reads it. By rank."""
-        waiting = [slot for slot in self.slots if not slot.asked and slot.fed < len(slot.text)]
+        waiting = [slot for slot in self.slots if not slot.scheduled and slot.fed < len(slot.text)]
         readers = {id(s) for slot in waiting for s in slot.siblings}
         mine = [slot for slot in waiting if id(slot) not in readers]
         return sorted(mine, key=lambda slot: slot.request.rank)
@@ -168,7 +168,7 @@ class Batch:
         return parting if 0 < parting < size else size
 
     def _reserve(self, slot: Slot, tokens: int) -> None:
-        """Pages for so many tokens of a slot, where they must be there before."""
+        """Pages for so many tokens of a slot in all, where they must be there before."""
 
     def _read(self, group: list[tuple[Slot, int]]) -> None:
         """So many tokens of each text; those that are through begin to write."""

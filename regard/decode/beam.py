@@ -20,7 +20,7 @@ from regard.cache import BlockTable
 from regard.decode.sampling import RENORMALIZE, RULES, SamplingTensors, adjusted, ruled, used_by
 from regard.decode.sequence import BROKEN, Slot, State
 from regard.decode.settings import Request, Result, Settings
-from regard.kernels.c.rows import choose as best_of
+from regard.kernels.c.rows import lse_and_topk
 from regard.kernels.triton.sample import largest
 
 WORST = -1.0e9
@@ -147,10 +147,11 @@ class Group(Slot):
 
     @property
     def left(self) -> int:
-        return self.settings.max_new_tokens - self.asked
+        return self.settings.max_new_tokens - self.scheduled
 
     def results(self, b: Beams, why: str = "") -> list[Result]:
-        """The n best finished texts of the request, from its state; with `why` running ones too."""
+        """The n best finished texts of this request, from its state (of one group). `why` it was stopped before its end
+        (cancelled, deadline): then running ones count too, and finish by it."""
         s = self.settings
         if self.sequence.error is not None:
             return [Result([], [], 0.0, "error", error=BROKEN) for _ in range(s.n_best)]
@@ -201,7 +202,7 @@ class Search:
     def last(self) -> Tensor:
         """What every beam feeds next (rows)."""
         size = self.state.ids.shape[-1]
-        if max(g.asked for g in self.groups) == size:
+        if max(g.scheduled for g in self.groups) == size:
             self.state = self.state.roomy(2 * size)
         return self.state.last.flatten()
 
@@ -212,7 +213,7 @@ class Search:
 
     def _used(self, groups: list[Group]) -> frozenset[str]:
         """What changes the logits now."""
-        each = (used_by(g.settings, g.asked, g.asked) for g in groups)
+        each = (used_by(g.settings, g.scheduled, g.scheduled) for g in groups)
         return frozenset().union(*each)
 
     def banned(self, groups: list[Group]) -> tuple[tuple[int, ...], bool] | None:
@@ -229,12 +230,12 @@ class Search:
         logits, banned = logits.float(), self.banned(groups)
         if banned is not None:
             many = min(self.shape.candidates, logits.shape[1] - len(banned[0]))
-            return best_of(logits, many, *banned)
+            return lse_and_topk(logits, many, *banned)
         if self.known != groups or self.columns is None:
             rows = [g.sequence for g in groups for _ in range(self.shape.beams)]
             self.columns = SamplingTensors(len(rows), logits.shape[1], logits.device)
             self.columns.put(range(len(rows)), rows)
-        return best_of(logits, 1)[0], logits, None
+        return lse_and_topk(logits, 1)[0], logits, None
 
     def _advance(
         self, groups: list[Group], state: Beams, norm: Tensor, logits: Tensor, token: Tensor | None
@@ -257,14 +258,14 @@ class Search:
         state, parents, over = select(state, self.rules, self.shape, logits, norm, columns, token)
         for g, bad_one, end in zip(groups, broken, over.tolist(), strict=True):
             g.sequence.error = BROKEN if bad_one else None
-            g.closed, g.asked = bad_one or end, g.asked + 1
+            g.closed, g.scheduled = bad_one or end, g.scheduled + 1
         return state, parents
 
     def _said(
         self, group: Group, state: Beams, groups: list[Group]
     ) -> list[tuple[Request, list[int]]]:
         """The texts of a request's beams, in the order of their rows."""
-        texts = state.ids[groups.index(group), :, : group.asked].tolist()
+        texts = state.ids[groups.index(group), :, : group.scheduled].tolist()
         return [(group.request, text) for text in texts]
 
     def results(self, group: Group, why: str) -> list[Result]:

@@ -24,7 +24,7 @@ def check(request: Request, model: Any) -> None:
     if len({*s.banned, *(s.eos if s.min_new_tokens else ())}) >= tokens.vocab:
         raise UsageError(f"all {tokens.vocab} tokens are banned; leave at least one")
     longest = context_of(model)
-    if longest is not None and kept(request, model) > longest:
+    if longest is not None and most_cached(request, model) > longest:
         room = longest - len(request.ids)
         fewer = f"or ask for at most {room} new tokens, " if room > 0 else ""
         raise UsageError(
@@ -122,7 +122,7 @@ def check_drafted(request: Request, draft: Any, model: Any) -> None:
         raise UsageError(
             "draft asks for guesses of a draft model; give one: Engine(model, draft=small_model)"
         )
-    tokens, longest = kept(request, model), context_of(draft)
+    tokens, longest = most_cached(request, model), context_of(draft)
     if longest is not None and tokens > longest:
         raise UsageError(
             f"{len(request.ids)} tokens of prompt and {request.settings.max_new_tokens} new ones are more than the "
@@ -134,7 +134,7 @@ def check_pages(request: Request, pool: Pool, model: Any, source: int, apart: bo
     """Alone it must fit the pool: rows share the prompt's full pages and those of a `source`, the rest is each row's
     own. The last token is said, not kept. `apart`: beams feed the prompt's last token, each to a page of its own."""
     s, page, have = request.settings, pool.page, len(pool.users)
-    tokens = min(kept(request, model), len(request.ids) + s.max_new_tokens - 1)
+    tokens = min(most_cached(request, model), len(request.ids) + s.max_new_tokens - 1)
     shared = min(len(request.ids), tokens) // page
     own = -(-tokens // page) - shared
     if apart:
@@ -156,8 +156,9 @@ def context_of(model: Any) -> int | None:
     return context(model.config.max_len, tokens) if isinstance(tokens, Tokens) else None
 
 
-def kept(request: Request, model: Any) -> int:
-    """Tokens of a text that are held together at most: all, or as many as the context holds."""
+def most_cached(request: Request, model: Any) -> int:
+    """The most tokens of an answer, its prompt included, that the cache holds at once: all; with overflow crop or sinks
+    no more than the context. With overflow error they may be more, which `check` refuses."""
     size, longest = len(request.ids) + request.settings.max_new_tokens, context_of(model)
     if longest is None or request.settings.overflow == "error":
         return size

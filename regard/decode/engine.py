@@ -160,11 +160,10 @@ class Engine:
         return self.scheduler.submit(request)
 
     @torch.inference_mode()
-    def cancel(self, number: int, error: str | None = None) -> list[Event]:
-        """Take a request out, wherever it is; what it has so far is its result. `error`: what was wrong with it."""
+    def cancel(self, number: int) -> list[Event]:
+        """Take a request out, wherever it is; what it has so far is its result."""
         with self._whole():
-            why = "error" if error else "cancelled"
-            return self.scheduler.done(self.scheduler.stop(number, why, error))
+            return self.scheduler.done(self.scheduler.stop(number, "cancelled"))
 
     @property
     def idle(self) -> bool:

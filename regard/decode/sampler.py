@@ -18,7 +18,7 @@ from regard.decode.sampling import (
 )
 from regard.decode.sequence import BROKEN, NOTHING, Sequence
 from regard.decode.settings import Event
-from regard.kernels.c.rows import choose as best_of
+from regard.kernels.c.rows import lse_and_topk
 
 
 class Sampler:
@@ -29,7 +29,8 @@ class Sampler:
         self._columns: SamplingTensors | None = None
 
     def choose(self, logits: Tensor, index: list[int] | None = None) -> list[Event]:
-        """The next token of all, or of some, from logits (n V)."""
+        """Choose the next token of every sequence, or of those at `index`, from their logits (n V), and append it. An
+        event for each, but for end tokens; a sequence that nothing is left for ends with an error."""
         index = list(range(len(self.sequences))) if index is None else index
         vocab, given = logits.shape[-1], [self.sequences[i] for i in index]
         for i, row in zip(index, given, strict=True):
@@ -41,23 +42,23 @@ class Sampler:
         logits, index = some(logits, on), [index[k] for k in on]
         rows = [given[k] for k in on]
         raw, listed = logits.float(), max(row.request.settings.top_logprobs for row in rows)
-        # One norm for every row, whatever its company asks for.
-        norm, top, best = best_of(raw, max(1, min(listed, vocab)))
-        broken = (~norm.isfinite()).tolist()
+        # The same for every row, whatever others ask for.
+        lse, top, best = lse_and_topk(raw, max(1, min(listed, vocab)))
+        broken = (~lse.isfinite()).tolist()
         # What the choice of these rows depends on now.
         each = (used_by(row.request.settings, len(row.ids), len(row.ids)) for row in rows)
         masked = {MASK} if any(row.request.mask is not None for row in rows) else set()
         used = frozenset().union(*each, masked) - {TOPS}
         if not used:
-            tokens, chosen = best[:, 0], top[:, 0] - norm
+            tokens, chosen = best[:, 0], top[:, 0] - lse
         else:
             if any(broken):
-                raw = raw.masked_fill(~norm.isfinite()[:, None], 0.0)
+                raw = raw.masked_fill(~lse.isfinite()[:, None], 0.0)
             tokens = self.pick(raw, rows, index, used)
-            chosen = raw.gather(-1, tokens.clamp(min=0)[:, None])[:, 0] - norm
+            chosen = raw.gather(-1, tokens.clamp(min=0)[:, None])[:, 0] - lse
         tops: list[Any] = [[]] * len(rows)
         if listed:
-            pairs = zip(best.tolist(), (top - norm[:, None]).tolist(), strict=True)
+            pairs = zip(best.tolist(), (top - lse[:, None]).tolist(), strict=True)
             tops = [list(zip(*pair, strict=True)) for pair in pairs]
         events = list[Event]()
         for row, token, logprob, best_ones, bad in zip(
@@ -70,7 +71,7 @@ class Sampler:
         return events
 
     def verify(self, logits: Tensor, lengths: Tensor) -> tuple[Tensor, list[Event]]:
-        """Choose along each one's guesses until one fails; logits (n t V). How many failed (n)."""
+        """Choose along the guesses of each until one fails; logits (n t V). How many of them failed (n), and events."""
         rows, events = self.sequences, list[Event]()
         going, right = list(range(len(rows))), [0] * len(rows)
         for j in range(logits.shape[1]):

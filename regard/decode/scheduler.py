@@ -208,7 +208,7 @@ class Scheduler:
         found: dict[int, int] = {}
         for slot in self.slots():
             number = slot.request.number
-            asked = max(slot.said + slot.asked, len(slot.sequence.ids))
+            asked = max(slot.said + slot.scheduled, len(slot.sequence.ids))
             found[number] = min(asked, found.get(number, asked))
         return found
 

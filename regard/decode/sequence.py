@@ -214,7 +214,7 @@ class Slot:
     keys: list[bytes] = field(default_factory=list)  # of its full pages
     pages: BlockTable = field(default_factory=lambda: BlockTable(NO_PAGES))
     fed: int = 0  # tokens of the text
-    asked: int = 0  # tokens the device was asked to choose
+    scheduled: int = 0  # tokens the device was asked to choose; 0 until the prompt is read
     ran: int = 0  # steps of the rounds since its prompt was read
     state: State = State.PREFILL
     memory: Memory | None = None
@@ -254,7 +254,7 @@ class Slot:
     @property
     def left(self) -> int:
         """Tokens the device has not been asked for."""
-        return self.settings.max_new_tokens - self.said - self.asked
+        return self.settings.max_new_tokens - self.said - self.scheduled
 
     def __post_init__(self) -> None:
         self.request, self.settings = self.sequence.request, self.sequence.request.settings

@@ -66,14 +66,15 @@ class Draft:
     def keep(self, rows: list[int]) -> None:
         self.cache = self.cache.take(torch.tensor(rows, dtype=torch.long, device=self.cache.device))
 
-    def _tell(self, cache: Cache, texts: list[list[int]]) -> None:
-        """A guess may have been turned as a short text's: it is only a guess."""
+    def _set_reach(self, cache: Cache, texts: list[list[int]]) -> None:
+        """The length of each text, by which LongRoPE chooses its angles. Guesses are not counted: across that border
+        they are only worse guesses."""
         if self.border is not None:
             cache.reach = torch.tensor([len(text) for text in texts], device=cache.device)
 
     def guess(self, texts: list[list[int]], room: list[int]) -> list[list[int]]:
-        """For every row's text so far, what it would say next: at most `room` tokens. A row without room is not read:
-        its text may be longer than the draft's context."""
+        """At most `room` greedy guesses for each row's text so far. A row without room is not read: its text may be
+        longer than the draft's context, or its guesses were found elsewhere."""
         most = max(room)
         if not most:
             return [[] for _ in texts]
@@ -81,16 +82,17 @@ class Draft:
         held = self.cache.lengths.tolist()
         fresh = [text[n:] if r else [] for text, n, r in zip(texts, held, room, strict=True)]
         ids, lengths = padded(fresh, device)
-        self._tell(self.cache, texts)
+        self._set_reach(self.cache, texts)
         said = [self.model.next_logits(ids, lengths, cache=self.cache).argmax(-1)]
         rooms = torch.tensor(room, device=device)
         cache, states = self.cache, any(spec.state for spec in self.cache.specs)
         for n in range(1, most):
-            # A state takes one call back, and guessing takes several: a fork of it is led astray.
+            # A state can be rewound by one call only, and guessing makes several: they run on a fork, which is thrown
+            # away.
             if states and cache is self.cache:
                 cache = self.cache.fork(torch.arange(len(room), device=device))
             more = (rooms > n).long()
-            self._tell(cache, texts)
+            self._set_reach(cache, texts)
             logits = self.model.next_logits(said[-1][:, None], more, cache=cache)
             said.append(logits.argmax(-1))
         if cache is self.cache:

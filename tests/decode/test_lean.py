@@ -17,7 +17,7 @@ from regard.fast.cpu.native import NativeAttention
 from regard.fast.cpu.steps import NativeStack, Step
 from regard.kernels.c import native
 from regard.kernels.c.linear import NativeLinear, usable
-from regard.kernels.c.rows import choose
+from regard.kernels.c.rows import lse_and_topk
 from regard.layers import LM, MLP, Norm
 from regard.models import EncoderDecoderConfig, Model, Tokens, TransformerConfig
 from regard.position import Learned, Rope, Sinusoidal, T5Bias
@@ -141,7 +141,7 @@ def test_beams_need_the_best_logits_alone(
     monkeypatch.setattr(NativeLinear, "best", lambda *a: called.append(a) or best(*a))
     found = regard.generate(lean, sources, **how)
     assert len(called) >= 11
-    monkeypatch.setattr(NativeLinear, "best", lambda self, x, *how: choose(self(x), *how))
+    monkeypatch.setattr(NativeLinear, "best", lambda self, x, *how: lse_and_topk(self(x), *how))
     for a, b in zip(found, regard.generate(lean, sources, **how), strict=True):
         assert a.ids == b.ids and a.score == pytest.approx(b.score, rel=1e-5)
     called.clear()

@@ -55,13 +55,13 @@ def served(
 def test_as_many_best_tokens_are_looked_for_as_somebody_asks(
     asked: tuple[int, int], want: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counts, real = set[int](), sampler.best_of
+    counts, real = set[int](), sampler.lse_and_topk
 
     def noted(logits: Tensor, count: int) -> Any:
         counts.add(count)
         return real(logits, count)
 
-    monkeypatch.setattr(sampler, "best_of", noted)
+    monkeypatch.setattr(sampler, "lse_and_topk", noted)
     some = [([3, 4], Settings(max_new_tokens=3, top_logprobs=n)) for n in asked]
     results = served("gqa_rope", some, layout="contiguous")
     assert counts == {want}

@@ -68,7 +68,7 @@ def measure(engine: Engine, number: int) -> int:
         for slot in batch.slots:
             if slot.sequence.request.number == number:
                 graph = isinstance(batch, GraphBatch)
-                return slot.fed + (slot.asked if graph else len(slot.sequence.ids))
+                return slot.fed + (slot.scheduled if graph else len(slot.sequence.ids))
     return -1
 
 

@@ -41,14 +41,14 @@ class Counting(Batch):
                 others, slot.siblings = slot.going(), []
                 for s in (slot, *others):
                     self._reserve(s, len(s.text))
-                    s.fed, s.asked, s.state = len(s.text), 1, State.RUNNING
+                    s.fed, s.scheduled, s.state = len(s.text), 1, State.RUNNING
                     self._say(s)
 
     def _say(self, slot: Slot) -> None:
         self.events += slot.sequence.append_token(slot.sequence.size, 0.0, [])
 
     def step(self) -> None:
-        for slot in [s for s in self.slots if s.asked and not s.over]:
+        for slot in [s for s in self.slots if s.scheduled and not s.over]:
             self._reserve(slot, slot.sequence.size)
             self._say(slot)
             if self.prefix:

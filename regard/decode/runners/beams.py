@@ -186,8 +186,8 @@ class BeamBatch(GraphBatch):
         page, steps = self.pool.page, self._steps([g.left for g in live])
         longest, used = 1, frozenset[str]()
         for g in live:
-            end = g.asked + min(steps, g.left)
-            if not g.asked and not g.own[0]:
+            end = g.scheduled + min(steps, g.left)
+            if not g.scheduled and not g.own[0]:
                 for row in g.slot_ids:
                     for i, number in enumerate(g.pages):
                         self.edits[row, i * page] = number, min(page, len(g.text) - i * page)
@@ -197,14 +197,14 @@ class BeamBatch(GraphBatch):
                     own.reserve(end)
                     for i in range(have, len(own)):
                         self.edits[row, len(g.text) + i * page] = own[i], page
-            used |= used_by(g.settings, g.asked, end - 1)
+            used |= used_by(g.settings, g.scheduled, end - 1)
             longest = max(longest, len(g.text) + end)
         self._place()
-        new = [g for g in live if not g.asked]
+        new = [g for g in live if not g.scheduled]
         if new:
             self.steps.begin(new)
         for g in live:
-            g.asked += min(steps, g.left)
+            g.scheduled += min(steps, g.left)
         width = min(self.steps.places, 1 << max(g.index for g in live).bit_length())
         bounds = self.steps.bucket(longest), self._far(live)
         copies = self.steps.run(steps, width * self.steps.shape.beams, *bounds, used)

@@ -44,7 +44,7 @@ class WindowBatch(PlainBatch):
 
     def ask(self) -> None:
         """Nothing is read before a step."""
-        new = [slot for slot in self.slots if not slot.asked]
+        new = [slot for slot in self.slots if not slot.scheduled]
         if new:
             self._join(new, Contiguous([], len(new), **self.where))
 

@@ -82,7 +82,7 @@ class PlainBatch(Batch):
     def results(self, i: int, why: str = "") -> list[Result]:
         group = self.slots[i]
         assert isinstance(group, Group)
-        return self.searches[group.shape].results(group, why) if group.asked else []
+        return self.searches[group.shape].results(group, why) if group.scheduled else []
 
     # --- prompts ---
 
@@ -127,7 +127,7 @@ class PlainBatch(Batch):
         cache = reduce(Cache.join, begun) if begun else self._cache(slots)
         ids, lengths = padded([s.text[s.fed : s.fed + n] for s, n in group], self.where["device"])
         given: dict[str, Any] = {"cache": cache, "backend": self.backend}
-        tell(cache, [slot.sequence for slot in slots])
+        set_reach(cache, [slot.sequence for slot in slots])
         if cache.cross is None:
             given |= sources([slot.request for slot in slots], self.where["device"])
         wanted = [unscored(slot.request, self.scores) for slot in slots]
@@ -170,7 +170,9 @@ class PlainBatch(Batch):
 
     def _read_again(self) -> None:
         """Texts that have come past the border of LongRoPE: of a longer text every token is turned otherwise."""
-        index = [i for i, s in enumerate(self.slots) if s.asked and s.sequence.far and not s.far]
+        index = [
+            i for i, s in enumerate(self.slots) if s.scheduled and s.sequence.far and not s.far
+        ]
         rows = [self.slots[i].sequence for i in index]
         if rows:
             self.drop(index)
@@ -223,7 +225,7 @@ class PlainBatch(Batch):
     def _join(self, slots: list[Slot], cache: Cache) -> None:
         for slot in slots:
             self._score(slot)
-            slot.fed, slot.asked = len(slot.text), 1
+            slot.fed, slot.scheduled = len(slot.text), 1
             slot.state, slot.cache = State.RUNNING, None
         self.cache = self.cache.join(cache) if self.live else cache
         self._seat(self.live + slots)
@@ -280,7 +282,7 @@ class PlainBatch(Batch):
             for i, token in zip(rows, search.last().tolist(), strict=True):
                 fed[i] = [token]
         given: dict[str, Any] = {"cache": self.cache, "backend": self.backend}
-        tell(self.cache, [slot.sequence for slot in self.live for _ in range(slot.times)])
+        set_reach(self.cache, [slot.sequence for slot in self.live for _ in range(slot.times)])
         (ids, lengths), guesses = padded(fed, self.cache.device), max(map(len, fed)) > 1
         only = None if samples or len(beams) > 1 else next(iter(beams))
         banned = None if only is None else only.banned(only.groups)
@@ -329,8 +331,8 @@ class PlainBatch(Batch):
                 row.guess = row.guess or guess
 
 
-def tell(cache: Cache, rows: abc.Sequence[Sequence]) -> None:
-    """How long the texts are that the next call is about, where that decides how their tokens are turned."""
+def set_reach(cache: Cache, rows: abc.Sequence[Sequence]) -> None:
+    """The length of the texts that the next call is about, where LongRoPE chooses its angles by it."""
     if any(row.border is not None for row in rows):
         cache.reach = torch.tensor([row.reach for row in rows], device=cache.device)
 

@@ -129,7 +129,7 @@ class GraphBatch(Batch):
         room, vocab = self.steps.columns.room(), self.steps.columns.vocab
         for slot in masked:
             # What follows a first token is asked when the host has read it.
-            if slot.sequence.finish or (slot.asked and slot.state is State.PREFILL):
+            if slot.sequence.finish or (slot.scheduled and slot.state is State.PREFILL):
                 continue
             slot.sequence.allowed(room[slot.index], vocab)
 
@@ -149,11 +149,11 @@ class GraphBatch(Batch):
         self.inflight = launched
 
     def _reserve(self, slot: Slot, tokens: int) -> None:
-        """Pages for so many tokens of a slot."""
+        """Pages for so many tokens of a slot in all, or OutOfPages and none."""
         have = len(slot.pages)
         if have * self.pool.page < tokens:
             slot.pages.reserve(tokens)
-            if slot.asked:
+            if slot.scheduled:
                 self.edits |= slot.pages.edits(slot.index, have)
 
     def _encode(self) -> None:
@@ -200,7 +200,7 @@ class GraphBatch(Batch):
         for slot, s, size in shares:
             s.fed, slot.siblings = size, []
         for s in through:
-            s.asked = 1
+            s.scheduled = 1
             self.edits |= s.pages.edits(s.index)
 
     def _prefill(
@@ -231,7 +231,7 @@ class GraphBatch(Batch):
     def _launch(self) -> Inflight | None:
         """The next round."""
         wanted = [s for s in self.slots if s.left or s.state is State.PREFILL]
-        live = [s for s in wanted if s.asked and not s.sequence.finish]
+        live = [s for s in wanted if s.scheduled and not s.sequence.finish]
         fed, self.fed = self.fed, set()
         if not live:
             self._place()
@@ -246,15 +246,15 @@ class GraphBatch(Batch):
         # Only the choice waits for masks: what was chosen is fed while the host asks for the next.
         early = self.steps.feeds_early(used)
         for slot in live:
-            took, said = min(steps, slot.left), slot.said + slot.asked
+            took, said = min(steps, slot.left), slot.said + slot.scheduled
             # What a round chooses last is fed by the next one; with masks at once, if more follows.
             last = 0 if early and took < slot.left else 1
-            self._reserve(slot, len(slot.text) + slot.asked + took - last)
+            self._reserve(slot, len(slot.text) + slot.scheduled + took - last)
             used |= used_by(slot.settings, said, said + took - 1)
             lines.append((slot, 0 if slot.state is State.PREFILL else 1, 1 + took))
         self._place()
         # Rows that are through go on until the host has read it, and the kernels read as far as they are.
-        for slot in (s for s in self.slots if s.asked and s.state is not State.DRAINING):
+        for slot in (s for s in self.slots if s.scheduled and s.state is not State.DRAINING):
             slot.ran += steps
             longest = max(longest, len(slot.text) + slot.ran + 1)
         width = min(self.steps.rows, 1 << max(s.index for s in live).bit_length())
@@ -263,7 +263,7 @@ class GraphBatch(Batch):
             self.steps.feed(width, *bounds)
         inflight = Inflight(*self.steps.run(steps, width, *bounds, used), lines)
         for slot, _, last in lines:
-            slot.asked += last - 1
+            slot.scheduled += last - 1
             slot.state = State.RUNNING
             if not slot.left:
                 self._leave(slot)
@@ -284,7 +284,7 @@ class GraphBatch(Batch):
         return far and max(SHORTEST, next_power_of_two(far))
 
     def _place(self) -> None:
-        busy = {s.index for s in self.slots if s.asked and s.state is not State.DRAINING}
+        busy = {s.index for s in self.slots if s.scheduled and s.state is not State.DRAINING}
         self.steps.place(self.edits, [i for i in self.idle if i not in busy])
         self.edits, self.idle = {}, []
 

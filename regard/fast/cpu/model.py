@@ -29,7 +29,6 @@ from regard.fast.cpu.native import Native
 from regard.fast.inputs import read_by
 from regard.kernels.c import native
 from regard.kernels.c.linear import ACTIVATIONS, NativeLinear, usable
-from regard.kernels.c.rows import choose
 from regard.kernels.linear import PRECISIONS, half_is_fast
 from regard.layers import FeedForward, LMHead
 from regard.models import Model
@@ -133,8 +132,8 @@ class Prepared:
     def next_best(
         self, ids: Tensor, many: int, banned: Sequence[int], left: bool, **options: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What `rows.choose` finds among the logits after the last token of each row, `many` if there are as many. A
-        head in C does not even write them."""
+        """What `rows.lse_and_topk` finds among the logits after the last token of each row, `many` if there are as many.
+        A head in C does not even write them."""
         model: Any = self
         hidden, head = last_real(model.hidden(ids, **options), None), model.head
         native = isinstance(head, PackedHead) and isinstance(head.product, NativeLinear)
@@ -142,7 +141,7 @@ class Prepared:
             many = min(many, head.product.n - len(banned))
             return head.product.best(head.features(hidden), many, banned, left)
         logits = self.logits(hidden)
-        return choose(logits, min(many, logits.shape[1] - len(banned)), banned, left)
+        return lse_and_topk(logits, min(many, logits.shape[1] - len(banned)), banned, left)
 
     def train(self, mode: bool = True) -> Any:
         if mode:

@@ -144,7 +144,7 @@ class NativeLinear(Layer):
     def best(
         self, x: Tensor, k: int, banned: Sequence[int] = (), left: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What `rows.choose` finds among the outputs for x (r k), which are not written."""
+        """What `rows.lse_and_topk` finds among the outputs for x (r k), which are not written."""
         x, bans, r = _readable(x), array("q", banned), len(x)
         assert not self.gated and 0 < k <= self.n - len(bans)
         norm, values, ids = x.new_empty(r), x.new_empty(r, k), torch.empty(r, k, dtype=torch.int64)

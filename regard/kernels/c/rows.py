@@ -222,7 +222,7 @@ def plain_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind:
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-def choose(
+def lse_and_topk(
     logits: Tensor, k: int, banned: Sequence[int] = (), left: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """log sum exp of each row of logits (r V), and its k largest with their ids, largest first and of equals the
