@@ -29,6 +29,7 @@ from regard.fast.cpu.native import Native
 from regard.fast.inputs import read_by
 from regard.kernels.c import native
 from regard.kernels.c.linear import ACTIVATIONS, NativeLinear, usable
+from regard.kernels.c.rows import lse_and_topk
 from regard.kernels.linear import PRECISIONS, half_is_fast
 from regard.layers import FeedForward, LMHead
 from regard.models import Model
@@ -132,8 +133,8 @@ class Prepared:
     def next_best(
         self, ids: Tensor, many: int, banned: Sequence[int], left: bool, **options: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What `rows.lse_and_topk` finds among the logits after the last token of each row, `many` if there are as many.
-        A head in C does not even write them."""
+        """What `lse_and_topk` finds among the logits after the last token of each row, `many` if there are as many. A
+        head in C does not even write them."""
         model: Any = self
         hidden, head = last_real(model.hidden(ids, **options), None), model.head
         native = isinstance(head, PackedHead) and isinstance(head.product, NativeLinear)
