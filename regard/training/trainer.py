@@ -174,9 +174,9 @@ class Trainer:
             fast.native_code(model, config.precision)
         self.inside = self.team.wrap(self.model, config.precision)
         self.optimizer = Optimizer(model, config.optim, config.ema)
-        # A GPU need not wait for data.
         ahead = Prefetch(feed, self.team.data_rank, self.team.data_size)
         alone = partial(feed.batch, rank=self.team.data_rank, world=self.team.data_size)
+        # The same batches; which of both is chosen for speed: a GPU need not wait for data.
         self._batch = ahead.batch if self.device.type == "cuda" else alone
         checkpoints.every = config.save or 1
         self.at = Progress()
