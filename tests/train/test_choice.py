@@ -39,7 +39,12 @@ def test_best_is_by_the_metric_that_was_named(tmp_path: Path) -> None:
 
 def test_a_metric_that_is_not_measured_is_named(tmp_path: Path) -> None:
     t = trainer(tmp_path, [], evaluate=3, metric="accuracy")
-    with pytest.raises(UsageError, match=r"train.metric = 'accuracy' was not measured"):
+    with pytest.raises(
+        UsageError, match=r"train.metric = 'accuracy' was not measured; known: loss$"
+    ):
+        t.run()
+    t.measure = lambda model, between: ({"accuracy_1": 0.5, "loss": 1.0}, {})
+    with pytest.raises(UsageError, match=r"not measured; did you mean 'accuracy_1'"):
         t.run()
     with pytest.raises(UsageError, match="train.metric = 'acuracy' is unknown"):
         config(metric="acuracy")

@@ -3,12 +3,16 @@
 import copy
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load, save
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import regard
 from regard.attention import DSA, GQA
@@ -33,9 +37,13 @@ from regard.training.optim import (
     decays,
     hidden,
     kinds,
+    length,
+    local,
+    orthogonal,
 )
 from regard.training.parallel import Inside
 from tests.tiny import tiny
+from tests.train.test_head import spied
 
 V, M = 17, 12
 
@@ -150,6 +158,21 @@ def test_muon_leaves_a_matrix_of_one_row_or_column_to_adamw() -> None:
     assert not hidden(model) & {"one", "other", "each"} and "many" in hidden(model)
 
 
+@pytest.mark.parametrize("size", [1e-3, 1.5e-7, 0.0])
+def test_orthogonal_is_the_same_whatever_the_length(size: float) -> None:
+    """Down to 1e-7, below which a gradient is as good as none."""
+    x = torch.randn(5, 4)
+    x = x / x.norm()
+    torch.testing.assert_close(orthogonal(size * x), orthogonal(x) * (size > 0))
+
+
+def test_orthogonal_multiplies_on_the_shorter_side() -> None:
+    """A table of 64 columns makes no square of its rows."""
+    for shape in ((64, 3), (3, 64), (2, 64, 3)):
+        x = torch.randn(shape)
+        assert spied(lambda x=x: orthogonal(x)).largest == x.numel()
+
+
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6), (3, 6, 10), (3, 10, 6)])
 def test_muon_steps_are_those_of_torch_for_each_matrix(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
@@ -238,6 +261,26 @@ def test_optimizer_refuses_a_state_that_does_not_fit() -> None:
     for name, state, why in wrong:
         with pytest.raises(UsageError, match=why):
             Optimizer(decoder(), Optim(name)).load(state)
+
+
+def test_state_of_another_model_names_the_nearest_parameter() -> None:
+    key = "tower.blocks.0.attention.wq.wieght"
+    state = {f"{key}:exp_avg": torch.zeros(3, M)}
+    with pytest.raises(
+        UsageError, match=f"{key}'; did you mean '{key.replace('wieght', 'weight')}'"
+    ):
+        Optimizer(decoder(), Optim()).load(state)
+
+
+def test_state_with_a_mean_is_refused_where_none_is_kept_and_the_reverse() -> None:
+    model = decoder()
+    _go_on(model, with_mean := Optimizer(model, Optim(), ema=0.9), 1, 0)
+    with pytest.raises(
+        UsageError, match=r"weight:mean' of shape .*does not fit|does not fit: .*:mean"
+    ):
+        Optimizer(decoder(), Optim()).load(with_mean.state())
+    with pytest.raises(UsageError, match="no mean of 'embedding.weight': .* without train.ema"):
+        Optimizer(decoder(), Optim(), ema=0.9).load(_trained(decoder(), "adamw").state())
 
 
 def test_optim_settings_are_checked_and_readable() -> None:
@@ -332,11 +375,48 @@ def test_clip_divides_by_the_count_first() -> None:
     assert clip(within, 4.0, 10) == 3 and torch.equal(within[0].grad, torch.tensor([3.0]))
 
 
+def test_clip_keeps_away_from_a_division_by_nothing() -> None:
+    """max_norm / (norm + 1e-6): of a length that is no longer than 1e-6 a sixth would else be missing."""
+    made = with_gradients([3e-6], [4e-6])
+    clip(made, 1e-6)
+    torch.testing.assert_close(made[0].grad, torch.tensor([3e-6]) / 6, atol=0, rtol=1e-5)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_clip_reports_a_length_that_is_not_finite_and_changes_nothing(bad: float) -> None:
     made = with_gradients([3.0, 4.0], [bad])
     assert not clip(made, 1.0).isfinite()
     assert torch.equal(made[0].grad, torch.tensor([3.0, 4.0]))
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """2 x 3 processes, of which this is one and the others only seem to be there."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=6)
+    try:
+        yield init_device_mesh("cpu", (2, 3))
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_length_counts_what_is_shared_out_by_all_and_copies_once(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every other process has a part as long as this one's."""
+
+    def all_reduce(x: Tensor, group: distributed.ProcessGroup) -> None:
+        x.mul_(group.size())
+
+    monkeypatch.setattr(distributed, "all_reduce", all_reduce)
+    shared, copied = Shard(0), Replicate()
+    kinds = {(shared, copied): 2, (copied, shared): 3, (shared, shared): 6, (copied, copied): 1}
+    grads, square = [torch.tensor([3.0, 1.0]), torch.tensor([2.0])], 14.0
+    for i, (places, times) in enumerate(kinds.items(), 1):
+        for part in (torch.full((2,), float(i)), torch.full((3,), 0.5)):
+            grads.append(DTensor.from_local(part, mesh, places, run_check=False))
+            square += times * float(part.square().sum())
+    torch.testing.assert_close(length(grads), torch.tensor(square**0.5))
+    assert local(grads[-1]) is not grads[-1] and local(grads[0]) is grads[0]
 
 
 # --- averages -----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from regard.training.checkpoint import PROGRESS, STATE, Checkpoints, manifest
 from regard.training.config import read
 from regard.training.objectives import causal
 from regard.training.optim import OPTIMIZERS, Optim, Schedule
-from regard.training.trainer import FREE, RENAMED, Train, Trainer, changed, flat
+from regard.training.trainer import FREE, RENAMED, Train, Trainer, changed, differences, flat
 from tests.train.test_trainer import finished, same
 from tests.train.toy import KINDS, Toy, trainer
 from tests.wide import crossed, wide
@@ -109,9 +109,11 @@ def test_a_stop_asked_for_on_an_evaluation_step_saves_and_measures_nothing(tmp_p
     assert [e["kind"] for e in events] == ["step", "step", "checkpoint"]
 
 
-def test_checkpoint_is_written_before_its_evaluation(tmp_path: Path) -> None:
-    """A kill in a long evaluation costs no step."""
-    t = holding(tmp_path, [], steps=4, save=2, evaluate=2)
+@pytest.mark.parametrize("save", [2, 0])
+def test_checkpoint_is_written_before_its_evaluation(tmp_path: Path, save: int) -> None:
+    """A kill in a long evaluation costs no step, nor does one in that of the last step."""
+    settings: dict[str, Any] = {"steps": 4, "save": save, "evaluate": save}
+    t = holding(tmp_path, [], **settings)
 
     def killed(model: Any, between: Callable[[], None]) -> Any:
         raise KeyboardInterrupt
@@ -120,9 +122,10 @@ def test_checkpoint_is_written_before_its_evaluation(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         t.run()
     events: list[Event] = []
-    again = holding(tmp_path, events, steps=4, save=2, evaluate=2)
-    assert again.resume() and again.at.step == 2 and again.run() == "done"
-    assert [(e["kind"], e["step"]) for e in told(events)][:2] == [("evaluation", 2), ("step", 3)]
+    again = holding(tmp_path, events, **settings)
+    assert again.resume() and again.at.step == (save or 4) and again.run() == "done"
+    first = [("evaluation", 2), ("step", 3)] if save else [("evaluation", 4)]
+    assert [(e["kind"], e["step"]) for e in told(events)][:2] == first
 
 
 def test_what_was_noted_is_found_out_again_if_it_is_lost(tmp_path: Path) -> None:
@@ -194,6 +197,21 @@ def test_setting_that_an_older_version_did_not_have_had_its_default() -> None:
     assert changed(settings, Train(clip=2.0)) == ({}, {"train.clip": [1.0, 2.0]})
 
 
+def test_settings_that_are_not_set_are_said_so() -> None:
+    changes: dict[str, list[Any]] = {"train.clip": [1.0, None], "train.patience": [None, 3]}
+    clip, patience = differences(changes).split("; ")
+    assert clip == "train.clip was 1.0, now it is not set"
+    assert patience == "train.patience was not set, now it is 3"
+
+
+def test_other_settings_are_told_once(tmp_path: Path) -> None:
+    finished(tmp_path, steps=4, schedule=Schedule("constant"))
+    events: list[Event] = []
+    t = trainer(tmp_path, events.append, steps=6, schedule=Schedule("constant"))
+    assert t.resume() and t.resume()
+    assert [e["kind"] for e in events] == ["settings"]
+
+
 def test_longer_training_is_that_of_a_run_which_was_longer_from_the_start(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"save": 0, "schedule": Schedule("constant", warmup=3)}
     want = finished(tmp_path / "long", steps=9, **settings)
@@ -230,9 +248,10 @@ def test_other_metric_begins_to_count_anew(tmp_path: Path) -> None:
     t = trainer(tmp_path, steps=4)
     t.run()
     assert t.at.best is not None
-    again = trainer(tmp_path, steps=6, metric="perplexity")
+    again = trainer(tmp_path, steps=6, metric="perplexity", patience=1)
     again.measure = lambda model, between: ({"loss": 1.0, "perplexity": 2.7}, {})
-    assert again.resume() and again.at.best is None and again.run() == "done"
+    assert again.resume() and again.at.best is None
+    assert again.at.waited == 0 and again.run() == "patience"
     assert again.at.best == 5
 
 

@@ -114,6 +114,8 @@ def test_warmup_may_be_a_share_of_the_steps() -> None:
         steps.over(200)(k) for k in range(1, 201)
     ]
     assert Schedule("constant", warmup=0.001).over(10)(1) == 1.0
+    # One is a step, and not all of them.
+    assert Schedule("constant", warmup=1).over(10).warmup == 1
     with pytest.raises(UsageError, match="whole steps, or a share below 1"):
         Schedule(warmup=2.5)
 

@@ -6,19 +6,24 @@ import math
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import regard
 from regard.data.feed import Batch, seed_of
 from regard.errors import UsageError
 from regard.kernels.c import native
 from regard.kernels.c import train as native_train
+from regard.training import trainer as training
 from regard.training.checkpoint import Checkpoints, clean, fault, locked
 from regard.training.objectives import causal
+from regard.training.optim import Optim, Schedule
+from regard.training.parallel import SingleProcess
 from regard.training.trainer import Diverged, Trainer
-from tests.train.toy import Toy, trainer, weights
+from tests.train.toy import Toy, config, model, trainer, weights
 from tests.wide import crossed
 
 
@@ -39,8 +44,6 @@ def finished(folder: Path, **changes: Any) -> Trainer:
 
 @pytest.mark.parametrize("name, precision", crossed(["adamw", "muon"], ["fp32", "bf16"]))
 def test_resume_is_bitwise_equal(tmp_path: Path, precision: str, name: str) -> None:
-    from regard.training.optim import Optim
-
     changes = {"precision": precision, "optim": Optim(name, lr=3e-3)}
     want = finished(tmp_path / "whole", **changes)
     for stop in (1, 3, 4, 7, 11):  # a chain of resumes
@@ -78,6 +81,55 @@ def test_any_split_into_parts_trains_alike(tmp_path: Path) -> None:
     assert all(torch.allclose(a[n], b[n], atol=1e-6) for n in a)
 
 
+def test_step_k_reads_batch_k_and_draws_by_seed_step_and_rank(tmp_path: Path) -> None:
+    class Third(SingleProcess):
+        data_rank, data_size = 2, 3
+
+    class Watched(Toy):
+        def batch(self, k: int, rank: int = 0, world: int = 1) -> Batch:
+            asked.append((k, rank, world))
+            return super().batch(k)
+
+    def objective(model: Any, batch: Batch) -> Any:
+        drawn.append(torch.initial_seed())
+        return causal(model, batch)
+
+    asked: list[tuple[int, int, int]] = []
+    drawn: list[int] = []
+    made = config(steps=3, micro_batches=1, evaluate=0, save=0, seed=7)
+    files = Checkpoints(tmp_path, lambda m, path: m.save(path))
+    t = Trainer(model(), Watched(), objective, made, files, regard.load, team=Third())
+    for step in (1, 2, 3):
+        t._step(step)
+    # Batches count from 0.
+    assert asked == [(0, 2, 3), (1, 2, 3), (2, 2, 3)]
+    assert drawn == [seed_of(7, step) + 2 for step in (1, 2, 3)]
+
+
+def test_step_tells_the_mean_loss_the_rate_the_labels_and_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([100.0, 102.5, 200.0, 200.25])
+    monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    events: list[dict[str, Any]] = []
+    schedule, optim = Schedule("constant", warmup=4), Optim(lr=3e-3)
+    t = trainer(tmp_path, events.append, schedule=schedule, optim=optim, micro_batches=2)
+
+    def objective(model: Any, batch: Batch) -> Any:
+        loss, count = causal(model, batch)
+        return loss * 0 + 3.0, count * 0 + 1
+
+    t.objective = objective
+    t._step(1)
+    t.objective = lambda model, batch: (objective(model, batch)[0], torch.tensor(0))
+    t._step(2)
+    names = ("loss", "norm", "lr", "tokens", "seconds")
+    told = [{n: e[n] for n in names} for e in events if e["kind"] == "step"]
+    # Where no label counts, nothing is divided.
+    assert told[0] == {"loss": 3.0, "norm": 0.0, "lr": 3e-3 / 4, "tokens": 2, "seconds": 2.5}
+    assert told[1] == {"loss": 6.0, "norm": 0.0, "lr": 3e-3 / 2, "tokens": 0, "seconds": 0.25}
+
+
 def test_random_numbers_depend_on_seed_and_step_alone() -> None:
     assert seed_of(1, 2) != seed_of(2, 1) and seed_of(1, 2) == seed_of(1, 2)
     assert len({seed_of(s, k) for s in range(20) for k in range(20)}) == 400
@@ -98,6 +150,14 @@ def test_patience_ends_a_run_and_the_best_checkpoint_stays(tmp_path: Path) -> No
     assert "step-00000002" in {p.name for p in t.checkpoints.steps()}
     again = trainer(tmp_path, evaluate=1, patience=2, steps=12)
     assert again.resume() and again.run() == "patience"
+
+
+def test_stop_after_any_step_leaves_a_checkpoint_of_it(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        t = trainer(tmp_path, save=0, evaluate=0)
+        assert t.resume() == (step > 1)
+        assert t.run(lambda t=t, step=step: t.at.step == step) == "asked"
+        assert t.checkpoints.latest() == t.checkpoints.path(step)
 
 
 # --- spoiled files ------------------------------------------------------------------------------------------------
@@ -137,8 +197,13 @@ def test_what_a_kill_left_is_removed(tmp_path: Path) -> None:
     t.run(lambda: t.at.step >= 2)
     for name in (".step-00000004.new-1", "..step-00000004.new-1.new-1", ".average.new-1"):
         (tmp_path / name).mkdir()
+    (tmp_path / ".progress.json.new-1").touch()
     clean(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
+    # What cannot be removed, a link to another disk say, stops nobody.
+    (tmp_path / ".step-00000006.new-1").symlink_to(tmp_path / "step-00000002")
+    clean(tmp_path)
+    assert not fault(tmp_path / "step-00000002")
 
 
 def test_full_disk_leaves_the_last_checkpoint(
@@ -168,9 +233,11 @@ def test_other_data_or_settings_are_refused(tmp_path: Path) -> None:
 
 
 def test_second_trainer_refuses(tmp_path: Path) -> None:
+    # What a process with a longer number left there.
+    (tmp_path / "lock").write_text("123456789012")
     with locked(tmp_path):
         again = pytest.raises(
-            UsageError, match=f"another trainer .process {os.getpid()}. is at work"
+            UsageError, match=f"another trainer [(]process {os.getpid()}[)] is at work"
         )
         with again, locked(tmp_path):
             pass
@@ -245,6 +312,16 @@ def test_skipping_has_an_end(tmp_path: Path) -> None:
     ):
         t.run()
     assert t.at.best is None and all(torch.equal(x, weights(t)[n]) for n, x in before.items())
+
+
+def test_skipping_ends_only_where_steps_are_skipped_in_a_row(tmp_path: Path) -> None:
+    """A good step between them, and the count begins anew."""
+    t = trainer(tmp_path, nan="skip")
+    for step in (*range(2, 11), *range(12, 21)):
+        t._broken(step, math.nan, 1.0)
+    assert len(t.at.skipped) == 18
+    with pytest.raises(Diverged, match="step 21"):
+        t._broken(21, math.nan, 1.0)
 
 
 def test_best_is_never_a_nan(tmp_path: Path) -> None:
