@@ -139,7 +139,7 @@ class Checkpoints:
         self._prune(self.path(step), progress["best"])
 
     def _in_turn(self, path: Path) -> bool:
-        return int(path.name.removeprefix("step-")) % max(self.every, 1) == 0
+        return int(path.name.removeprefix("step-")) % self.every == 0
 
     def _prune(self, newest: Path, best: int | None) -> None:
         """What is newer than the newest is broken: it was passed over, and does not count."""

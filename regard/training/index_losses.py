@@ -9,6 +9,7 @@ p_ts is the main attention's weight on key s, summed over heads and divided by i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -79,7 +80,7 @@ def densely(model: nn.Module) -> Iterator[None]:
     configs = [layer.config for layer in layers]
     try:
         for layer in layers:
-            layer.config = replace(layer.config, topk=2**62)
+            layer.config = replace(layer.config, topk=sys.maxsize)
         yield
     finally:
         for layer, config in zip(layers, configs, strict=True):

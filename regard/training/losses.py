@@ -146,7 +146,7 @@ class _Chunks(torch.autograd.Function):
         train: bool,
         cap: float | None,
     ) -> Tensor:
-        needs = [train and need for need in ctx.needs_input_grad[:3]]
+        needs = [train and need for need in ctx.needs_input_grad]
         total = torch.promote_types(weight.dtype, torch.float32)
         counted = smoothing.counted(labels)
         ctx.shape, ctx.rows = h.shape, None

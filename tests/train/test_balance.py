@@ -10,11 +10,15 @@ import torch
 from safetensors.torch import load_model, save_model
 
 import regard
+from regard.attention import GQA
+from regard.block import Tower
 from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError
-from regard.moe import MixtureOfExperts, MoE
+from regard.models import EncoderDecoderConfig, Tokens
+from regard.moe import MixtureOfExperts, MoE, balance_loss
+from regard.position import Learned
 from regard.training.checkpoint import Checkpoints
-from regard.training.objectives import BALANCE, balanced, causal, mixtures
+from regard.training.objectives import BALANCE, balanced, causal, mixtures, seq2seq
 from regard.training.optim import Optim, accumulate, clip
 from regard.training.trainer import Train, Trainer
 from tests.train import toy
@@ -116,6 +120,26 @@ def test_balance_of_packed_documents_is_that_of_the_same_in_rows() -> None:
         Batch(rows, rows.masked_fill(~seen, IGNORE), lengths),
     )
     torch.testing.assert_close(*(balanced(causal, model, 9.0)(model, batch) for batch in batches))
+
+
+def test_balance_of_a_decoder_counts_all_that_its_two_towers_read() -> None:
+    """Padding of both sides too: the lengths are those of one of them."""
+    tokens, plain = Tokens(toy.VOCAB, Learned(16)), GQA(2)
+    source = Tower(16, 1, plain, MoE(EXPERTS, 1, 16), causal=False)
+    target = Tower(16, 1, plain, MoE(EXPERTS, 1, 16), cross=plain)
+    model = EncoderDecoderConfig(tokens, source, tokens, target).make().double().train()
+    x = torch.randint(toy.VOCAB, (2, 5))
+    lengths = torch.tensor([5, 3])
+    batch = Batch(x, x, lengths, source=x.repeat(1, 2), source_lengths=2 * lengths)
+    loss, count = balanced(seq2seq, model, 2.0)(model, batch)
+    alone, same = seq2seq(model, batch)
+    torch.testing.assert_close(loss, alone + 2.0 * count * balance_loss(model))
+    assert count == same == 10
+
+
+def test_correction_bias_needs_no_balance_loss_beside_it() -> None:
+    batch, model = toy.Toy().batch(0), mixture(score="sigmoid", corrected=True).train()
+    assert torch.equal(balanced(causal, model, None)(model, batch)[0], causal(model, batch)[0])
 
 
 def test_balance_loss_is_no_part_of_an_evaluation() -> None:

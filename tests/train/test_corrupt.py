@@ -261,6 +261,14 @@ def test_draw_prefix_leaves_something_to_say() -> None:
     assert (made.prefix[:-1] == made.prefix[:-1, :1]).all()
 
 
+def test_draw_prefix_of_full_rows_draws_one_for_each() -> None:
+    ids = torch.arange(400 * 3).view(400, 3)
+    made = DrawPrefix()(Batch(ids, ids), drawing(6))
+    assert made.prefix is not None and made.prefix.shape == ids.shape
+    assert set(made.prefix[:, 0].tolist()) == {1, 2}
+    assert (made.prefix == made.prefix[:, :1]).all()
+
+
 def test_draw_prefix_draws_one_for_each_packed_document() -> None:
     doc = torch.tensor([[0] * 4 + [1] * 3 + [-1]]).repeat(300, 1)
     made = DrawPrefix()(Batch(doc, doc, doc=doc), drawing(1))
@@ -324,6 +332,23 @@ def test_corrupted_parts_of_ranks_are_the_batch(world: int) -> None:
     # A rank without rows reads one that does not count.
     idle = [p for p in parts if (p.labels == IGNORE).all()]
     assert [len(p.ids) for p in idle] == [1] * max(0, world - len(whole.ids))
+
+
+READ = [
+    (MaskTokens(MARKS, 0.5), [0, 10, 3, 48, 13, 14, 15, 3, 3, 9, 17, 3, 3, 23, 1]),
+    (Spans(MARKS, 0.4, 2.0), [0, 10, 11, 99, 16, 17, 9, 20, 21, 22, 98, 1]),
+    (
+        Infill(replace(MARKS, stops=(STOP,)), 0.4, 2.0, permute=True),
+        [0, 20, 3, 22, 23, 3, 10, 3, 13, 14, 3, 17, 9, 1],
+    ),
+]
+
+
+@pytest.mark.parametrize("corruption, want", READ, ids=["masks", "spans", "infill"])
+def test_what_a_seed_draws_stays_what_it_is(corruption: Corruption, want: list[int]) -> None:
+    """A run goes on after an update with the text that it would have read."""
+    ids = torch.tensor([[CLS, *range(10, 18), STOP, *range(20, 24), SEP]])
+    assert read(corruption(Batch(ids, ids), drawing(1))).tolist() == [want]
 
 
 def test_corrupted_fingerprint_sees_the_settings() -> None:

@@ -1,5 +1,6 @@
 """The loss in chunks: the plain loss and its gradient, with a chunk of logits at a time."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -174,6 +175,25 @@ def test_head_loss_makes_as_many_rows_at_a_time_as_there_is_room_for(
             spy = spied(lambda: head_loss(h, w, y))
         assert spy.products == -(-20 // rows)
         assert spy.largest == w.numel()
+
+
+def test_head_loss_makes_every_chunk_in_the_same_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch warns where it has to make another."""
+    monkeypatch.setitem(losses.CHUNK, "cpu", 4 * V)
+    h, w, b, y = case()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        head_loss(h, w, y, bias=b)[0].backward()
+
+
+@pytest.mark.parametrize("counted", [N, 12])
+def test_head_loss_on_a_cpu_makes_no_logits_of_what_is_not_counted(counted: int) -> None:
+    h, w, _, y = case()
+    y = y.clamp(min=0)
+    y[counted:] = IGNORE
+    with torch.no_grad():
+        spy = spied(lambda: head_loss(h, w, y))
+    assert spy.largest == counted * V
 
 
 def test_head_loss_multiplies_only_for_gradients_that_are_wanted() -> None:

@@ -107,6 +107,32 @@ def test_index_objectives_in_runs_of_queries_are_the_same(
     torch.testing.assert_close(stage(model, data)[0], whole, **TIGHT)
 
 
+@pytest.mark.parametrize("queries", [1, 2, 4, T, 99])
+def test_index_objectives_make_no_more_scores_at_a_time_than_is_said(
+    queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores of main attention are b h s for a query, those of the indexer b h' s; a run is rounded up."""
+    runs: list[int] = []
+
+    def counted(part: Any, rows: slice, *args: Any, **how: Any) -> Tensor:
+        runs.append(rows.stop - rows.start)
+        return part(rows, *args)
+
+    # 2 rows, 6 heads and 3 of the indexer, 9 keys; and a score more than so many queries have.
+    model, data = decoder("dsa_gqa"), batch()
+    monkeypatch.setattr(index_losses, "checkpoint", counted)
+    monkeypatch.setattr(index_losses, "ROWS", 2 * 3 * T * queries - 1)
+    dense_index(model, data)
+    size = min(queries, T)
+    layer = [size] * (T // size) + [T % size] * (T % size > 0)
+    assert runs == layer * 2
+    monkeypatch.setattr(index_losses, "ROWS", 2 * 6 * T * queries - 1)
+    with torch.no_grad(), densely(model), watching(model) as watch:
+        model.hidden(data.ids, probe=watch)
+    for call in watch.calls.values():
+        assert [part.shape[1] for part in call.target] == layer
+
+
 @pytest.mark.parametrize("name", SPARSE)
 def test_hiding_keys_that_were_not_chosen_is_gathering_the_chosen(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -181,6 +207,8 @@ def test_index_objectives_need_sparse_attention() -> None:
     for stage in (dense_index, sparse_index):
         with pytest.raises(UsageError, match="not sparse"):
             stage(decoder("mha"), batch())
+    with pytest.raises(UsageError, match="not sparse"), densely(decoder("mha")):
+        pass
 
 
 def test_index_warm_up_teaches_the_indexer_to_find_the_heavy_keys() -> None:

@@ -1,5 +1,7 @@
 """What a checkpoint's checkpoints counts before it writes, and the order in which things become true."""
 
+import hashlib
+import json
 import os
 import shutil
 from pathlib import Path
@@ -10,7 +12,7 @@ import torch
 
 import regard
 from regard.errors import UsageError
-from regard.training.checkpoint import SPARE, Checkpoints, fault, whole
+from regard.training.checkpoint import SPARE, Checkpoints, fault, make, manifest, whole
 from tests.train.toy import model
 
 STATE = {"progress": {}, "best": None}
@@ -68,6 +70,44 @@ def test_checkpoint_that_cannot_be_removed_stops_nobody(tmp_path: Path) -> None:
         checkpoints.note(step, STATE)
     assert [path.name for path in checkpoints.steps()] == ["step-00000001", "step-00000003"]
     assert not fault(checkpoints.path(1)) and not fault(checkpoints.path(3))
+
+
+def test_every_checkpoint_is_in_turn_where_no_distance_is_said(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, lambda m, path: path.mkdir(), size=lambda m: 0)
+    for step in (1, 2, 3, 4):
+        checkpoints.write(step, None, {}, STATE)
+    assert checkpoints.steps() == [checkpoints.path(3), checkpoints.path(4)]
+
+
+def test_manifest_is_the_one_that_other_versions_read(tmp_path: Path) -> None:
+    """A checkpoint is whole if its manifest is this, byte for byte."""
+    (tmp_path / "b").mkdir()
+    (tmp_path / "trainer").mkdir()
+    for name, text in (("b.json", "{}"), ("b/x", "12345"), ("trainer/manifest.json", "?")):
+        (tmp_path / name).write_text(text)
+    sizes = {"b.json": 2, "b/x": 5}
+    digests = {n: hashlib.sha256((tmp_path / n).read_bytes()).hexdigest() for n in sizes}
+    files = ",\n".join(
+        f'  "{name}": [\n   {size},\n   "{digests[name]}"\n  ]' for name, size in sizes.items()
+    )
+    content = {name: [size, digests[name]] for name, size in sizes.items()}
+    seal = hashlib.sha256(json.dumps(["step-00000001", content]).encode()).hexdigest()
+    want = f'{{\n "files": {{\n{files}\n }},\n "seal": "{seal}"\n}}'
+    assert manifest(tmp_path, "step-00000001").decode() == want
+
+
+def test_folder_that_another_process_makes_meanwhile_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Path.mkdir
+
+    def second(path: Path, *args: Any, **how: Any) -> None:
+        real(path)
+        real(path, *args, **how)
+
+    monkeypatch.setattr(Path, "mkdir", second)
+    make(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir()
 
 
 def test_before_is_called_when_all_is_written_and_nothing_counts_yet(tmp_path: Path) -> None:

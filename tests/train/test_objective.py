@@ -241,3 +241,19 @@ def test_answer_loss_is_start_and_end_over_the_rows_own_tokens() -> None:
     total, count = answer(model, Batch(batch.ids, labels, batch.lengths))
     torch.testing.assert_close(total, want, **TIGHT)
     assert count == 4
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_labels_of_two_texts_are_those_of_a_model_that_knows_which_is_which(count: int) -> None:
+    """Where a model has segment types it reads them; where it has fewer than two there is nothing to read."""
+    tower = Tower(M, 1, GQA(3), MLP(16), causal=False)
+    tokens = Tokens(V, Sinusoidal(32), types=count)
+    model: Any = Transformer(TransformerConfig(tokens, tower, Classify(4))).double()
+    x, y, types = ids(3, 8), torch.tensor([3, 0, 1]), torch.arange(8).expand(3, -1) // 4
+    logits = model(x) if count < 2 else model(x, types=types)
+    total, _ = classify(model, Batch(x, y, types=types))
+    torch.testing.assert_close(total, cross_entropy(logits, y, reduction="sum"), **TIGHT)
+    if count > 1:
+        assert not torch.allclose(logits, model(x))
+    without, _ = classify(model, Batch(x, y))
+    torch.testing.assert_close(without, cross_entropy(model(x), y, reduction="sum"), **TIGHT)

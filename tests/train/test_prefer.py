@@ -93,6 +93,38 @@ def test_rewards_are_told_as_the_formula_has_them(form: str) -> None:
     assert [*told.values()] == pytest.approx([x.mean().item() for x in means], rel=1e-9)
 
 
+def test_pair_without_labels_counts_nothing_wherever_it_stands() -> None:
+    """A process that has no rows of a batch reads such a pair."""
+    start, batch = model_for("prefer"), feed_for("prefer").batch(0)
+    model, how = moved(start), Prefer(0.7)
+    idle = batch.each(lambda x: torch.cat([x[:1], x]))
+    idle.labels[0] = idle.rejected_labels[0] = IGNORE
+    found = []
+    for each in (batch, idle):
+        tally = Tally()
+        loss, count = prefer(model, each, how, start, tally)
+        found.append({"loss": loss, "count": count, **tally.means()})
+    torch.testing.assert_close(*found, **NEAR)
+
+
+def test_answers_of_one_token_are_their_own_mean() -> None:
+    start, batch = model_for("prefer"), feed_for("prefer").batch(0)
+    for labels in (batch.labels, batch.rejected_labels):
+        first = (labels != IGNORE).long().argmax(1, keepdim=True)
+        kept = labels.gather(1, first)
+        labels.fill_(IGNORE).scatter_(1, first, kept)
+    model = moved(start)
+    both = [prefer(model, batch, Prefer(0.7, form), start)[0] for form in FORMS]
+    torch.testing.assert_close(*both, **NEAR)
+
+
+def test_answers_that_are_as_likely_are_not_counted_as_preferred() -> None:
+    """Before the first step all are."""
+    start, tally = model_for("prefer"), Tally()
+    prefer(start, feed_for("prefer").batch(0), Prefer(), copy.deepcopy(start), tally)
+    assert tally.means() == dict.fromkeys(REWARDS, 0.0)
+
+
 def test_fifty_steps_go_the_way_of_the_formula() -> None:
     start = model_for("prefer").float()
     losses: list[list[float]] = []
