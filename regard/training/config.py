@@ -9,21 +9,21 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, field, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import torch
 from torch import nn
 
 from regard.checkpoint.hf import widen
-from regard.config import Count, Fraction, Positive, from_dict, settings, to_dict
+from regard.config import Choice, Count, Fraction, Positive, from_dict, settings, to_dict
 from regard.data.config import ROWED, Data, check_used, still_known
 from regard.data.corrupt import Corrupted, Marks, Noise
 from regard.data.feed import Feed, Objective
 from regard.data.train_tokenizer import Recipe
-from regard.errors import DATA, VERSION, Fault, UsageError, check_choice, nearest, notice
+from regard.errors import DATA, VERSION, Fault, UsageError, nearest, notice
 from regard.files import nearby
 from regard.layers import LMHead
 from regard.models import Model
@@ -50,7 +50,7 @@ class Adapt:
     body but those that choose experts. Experts, which are no linear layers of their own, and the indexer of sparse
     attention, which no loss of the model reaches, are left as they are."""
 
-    method: str = "full"  # full, frozen, lora or qlora
+    method: Annotated[str, Choice(METHODS)] = "full"  # full, frozen, lora or qlora
     rank: Count = 8  # r of LoRA
     alpha: Positive = 16.0  # LoRA's product counts alpha / r
     rslora: bool = False  # alpha / sqrt(r) instead
@@ -58,7 +58,6 @@ class Adapt:
     targets: tuple[str, ...] | str = QUERIES_AND_VALUES  # layers that get LoRA, or "all"
 
     def __post_init__(self) -> None:
-        check_choice("adapt.method", self.method, METHODS)
         if not self.targets:
             raise UsageError('adapt.targets is empty; name layers such as wq, or say "all"')
 
@@ -67,11 +66,11 @@ class Adapt:
         return self.method in ("lora", "qlora")
 
 
-@dataclass(frozen=True)
+@settings
 class Config:
     """`model` has a preset or a folder, and changes; `tokenizer` a folder, or what regard.text's Recipe takes."""
 
-    task: str  # what is learned: lm, seq2seq, classify, ...
+    task: Annotated[str, Choice(TASKS)]  # what is learned: lm, seq2seq, classify, ...
     data: Data  # files and batches
     model: dict[str, Any]  # preset or folder, and every setting to change
     tokenizer: dict[str, Any] = field(default_factory=dict)  # folder = "...", or how one is learned
@@ -82,7 +81,6 @@ class Config:
     adapt: Adapt = Adapt()  # which weights learn
 
     def __post_init__(self) -> None:
-        check_choice("task", self.task, TASKS)
         if ("preset" in self.model) == ("folder" in self.model):
             raise UsageError('[model] needs one of preset = "gpt2" (or another) and folder = "..."')
         task = TASKS[self.task]

@@ -3,16 +3,16 @@ packing and gradient accumulation divide by the right number once, at the end. A
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from regard.config import Fraction, Whole, settings
+from regard.config import Choice, Fraction, Whole, settings
 from regard.data.feed import IGNORE as IGNORE
-from regard.errors import UsageError, check_choice
+from regard.errors import UsageError
 from regard.kernels.triton.loss import turn
 
 SMOOTHINGS = ("V-1", "V", "V-2")
@@ -27,11 +27,10 @@ class Smoothing:
     "V-2": top = 1 - eps, share = eps / (V-2), with a padding id, which is no label   (The Annotated Transformer)."""
 
     eps: Fraction  # what the label gives away
-    over: str = "V-1"  # to V-1, V or V-2 words
+    over: Annotated[str, Choice(SMOOTHINGS)] = "V-1"  # to V-1, V or V-2 words
     padding: Whole | None = None  # the id that gets nothing (V-2)
 
     def __post_init__(self) -> None:
-        check_choice("smoothing.over", self.over, SMOOTHINGS)
         if (self.over == "V-2") != (self.padding is not None):
             raise UsageError('label smoothing over "V-2", and no other, needs the padding id')
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from regard.config import Positive, settings
+from regard.config import Choice, Positive, settings
 from regard.data.feed import IGNORE, Batch, Objective
-from regard.errors import UsageError, check_choice
+from regard.errors import UsageError
 from regard.layers import LMHead
 from regard.mask import Causal, Documents, Mask, Prefix
 from regard.models.adapt import low_ranks, switched_off
@@ -129,12 +129,9 @@ class Prefer:
     their mean ("normalised": Lambert et al. 2024, arXiv:2411.15124)."""
 
     beta: Positive = 0.1  # how near to the reference it stays: the larger the nearer; normalised ones take about 5
-    form: str = "dpo"  # dpo or normalised
+    form: Annotated[str, Choice(FORMS)] = "dpo"  # dpo or normalised
     # a model folder that is compared with; none: the model as it starts, or without its LoRA
     reference: str = ""
-
-    def __post_init__(self) -> None:
-        check_choice("prefer.form", self.form, FORMS)
 
 
 DPO = Prefer()

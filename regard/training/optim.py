@@ -6,14 +6,25 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
-from regard.config import Amount, Count, Fraction, Positive, Share, Whole, settings
+from regard.config import (
+    Amount,
+    Choice,
+    Count,
+    Fraction,
+    Part,
+    Positive,
+    Rule,
+    Share,
+    Whole,
+    settings,
+)
 from regard.data.feed import Batch, Objective
-from regard.errors import UsageError, check_choice, nearest
+from regard.errors import UsageError, nearest
 from regard.layers import LabelHead, LMHead
 from regard.models.adapt import chooses
 from regard.models.embedding import PatchEmbedding, TokenEmbedding
@@ -27,6 +38,19 @@ from regard.training.objectives import table
 
 
 SHAPES = ("noam", "cosine", "linear", "wsd", "constant")
+
+
+class Steps(Rule):
+    """So many steps, or below 1 their share of all steps."""
+
+    def check(self, name: str, part: Part) -> None:
+        value = part.values[name]
+        if value != int(value) and not 0 < value < 1:
+            give = "give whole steps, or a share below 1"
+            raise UsageError(f"{part.path}.{name} = {value}: {give}")
+
+
+StepsOrShare = Annotated[Amount, Steps()]
 
 
 def noam(step: int, dim: int, warmup: int) -> float:
@@ -43,19 +67,14 @@ class Schedule:
     "wsd": 1, then linearly to `floor` over the last `decay` steps (Hu et al. 2024, arXiv:2404.06395);  "constant": 1.
     """
 
-    shape: str = "cosine"  # noam, cosine, linear, wsd or constant
+    shape: Annotated[str, Choice(SHAPES)] = "cosine"  # noam, cosine, linear, wsd or constant
     steps: Count | None = None  # its length; none: all steps of the training
     # steps of a linear rise to the peak; below 1: their share of all steps
-    warmup: Amount = 0
+    warmup: StepsOrShare = 0
     floor: Share = 0.0  # the last rate, as a share of the peak
     decay: Whole = 0  # the last steps of wsd, which fall
 
     def __post_init__(self) -> None:
-        check_choice("schedule.shape", self.shape, SHAPES)
-        if self.warmup > 1 and self.warmup != int(self.warmup):
-            raise UsageError(
-                f"schedule.warmup = {self.warmup}; give whole steps, or a share below 1"
-            )
         if self.steps is not None and 0 < self.warmup < 1:
             object.__setattr__(self, "warmup", max(round(self.warmup * self.steps), 1))
         if self.steps is not None and self.warmup > self.steps:
@@ -152,7 +171,7 @@ class Optim:
     """AdamW (Loshchilov and Hutter 2019) for all; or Muon (Jordan et al. 2024) for `hidden` matrices and AdamW for the
     rest, at one rate: Muon's steps are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982)."""
 
-    name: str = "adamw"  # adamw or muon
+    name: Annotated[str, Choice(OPTIMIZERS)] = "adamw"  # adamw or muon
     lr: Positive = 1e-3  # the peak learning rate
     decay: Amount = 0.1  # weight decay, of matrices alone
     betas: tuple[Fraction, ...] = (0.9, 0.95)  # AdamW's
@@ -160,7 +179,6 @@ class Optim:
     momentum: Fraction = 0.95  # Muon's
 
     def __post_init__(self) -> None:
-        check_choice("optim.name", self.name, OPTIMIZERS)
         if len(self.betas) != 2:
             raise UsageError(f"optim.betas = {self.betas}: give two numbers, such as 0.9, 0.95")
 

@@ -21,7 +21,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,9 @@ from torch import Tensor, nn
 
 from regard.attention.multihead import GroupedQueryAttention
 from regard.block import Block, Stack
-from regard.config import Count, divisors, settings
+from regard.config import Choice, Count, divisors, settings
 from regard.data.feed import IGNORE, Batch
-from regard.errors import UsageError, check_choice
+from regard.errors import UsageError
 from regard.layers import FeedForward
 from regard.models.adapt import low_ranks
 from regard.training.checkpoint import SHARDS, TENSORS
@@ -56,12 +56,11 @@ class Parallel:
     Evaluations give the same figures in every mode. "ddp": the first process measures, the others wait for it. "fsdp"
     and "tensor": all compute every batch together, since no process could call a layer alone."""
 
-    mode: str = "ddp"  # ddp, fsdp or tensor
+    mode: Annotated[str, Choice(MODES)] = "ddp"  # ddp, fsdp or tensor
     degree: Count | None = None  # processes that split a layer (tensor); none: all
     patience: Count = 120  # seconds without a sign of life after which the others end
 
     def __post_init__(self) -> None:
-        check_choice("train.parallel.mode", self.mode, MODES)
         if self.degree is not None and self.mode != "tensor":
             raise UsageError(f"train.parallel.degree = {self.degree}: it is for mode tensor alone")
 

@@ -12,20 +12,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-from regard.config import Amount, Count, Fraction, Positive, Seed, Whole, settings, to_dict
+from regard.config import (
+    Amount,
+    Choice,
+    Count,
+    Fraction,
+    Positive,
+    Seed,
+    Whole,
+    settings,
+    to_dict,
+)
 from regard.data.feed import Feed, Objective, Prefetch, seed_of
-from regard.errors import UsageError, check_choice, nearest
+from regard.errors import UsageError, nearest
 from regard.fast import train as fast
 from regard.kernels.c import native
 from regard.moe import update_bias
 from regard.training.checkpoint import Checkpoints
 from regard.training.measure import METRICS, better
 from regard.training.objectives import Tally, balanced, mixtures
-from regard.training.optim import Optim, Optimizer, Schedule, accumulate, clip
+from regard.training.optim import Optim, Optimizer, Schedule, StepsOrShare, accumulate, clip
 from regard.training.parallel import Parallel, SingleProcess
 
 POLICIES = ("stop", "skip")
@@ -55,14 +65,14 @@ class Train:
     seed: Seed = 42  # of weights, batches, dropout and noise
     micro_batches: Count = 1  # parts that a batch is computed in: less memory
     clip: Positive | None = 1.0  # the largest norm of all gradients together
-    precision: str = "fp32"  # fp32 or bf16
+    precision: Annotated[str, Choice(fast.PRECISIONS)] = "fp32"  # fp32 or bf16
     # blocks are computed again in the backward pass: less memory. true: all, [0, 2]: these
     activation_checkpointing: bool | tuple[Whole, ...] = False
     compile: bool = False  # by torch.compile
     # steps between evaluations; below 1: their share of all steps; 0: at the end alone
-    evaluate: Amount = 0
+    evaluate: StepsOrShare = 0
     save: Whole = 0  # steps between checkpoints; 0: at the end alone
-    metric: str = "loss"  # what the best model is best at
+    metric: Annotated[str, Choice(METRICS)] = "loss"  # what the best model is best at
     patience: Count | None = None  # evaluations without a better one after which it ends
     # a moving mean of the weights, such as 0.999, which is evaluated and saved instead of them
     ema: Fraction | None = None
@@ -70,19 +80,12 @@ class Train:
     balance: Amount | None = None
     bias_speed: Amount = 0.001  # how far the correction bias of a mixture moves in a step
     # loss or gradient not finite: stop, or skip the step; ten in a row stop
-    nan: str = "stop"
+    nan: Annotated[str, Choice(POLICIES)] = "stop"
     optim: Optim = field(default_factory=Optim)  # the optimiser
     schedule: Schedule = field(default_factory=Schedule)  # the learning rate over time
     parallel: Parallel = Parallel()  # several processes
 
     def __post_init__(self) -> None:
-        check_choice("train.metric", self.metric, METRICS)
-        check_choice("train.nan", self.nan, POLICIES)
-        check_choice("train.precision", self.precision, fast.PRECISIONS)
-        if self.evaluate > 1 and self.evaluate != int(self.evaluate):
-            raise UsageError(
-                f"train.evaluate = {self.evaluate}; give whole steps, or a share below 1"
-            )
         if self.epochs is None:
             self.schedule.over(self.steps)
 

@@ -116,8 +116,9 @@ def test_warmup_may_be_a_share_of_the_steps() -> None:
     assert Schedule("constant", warmup=0.001).over(10)(1) == 1.0
     # One is a step, and not all of them.
     assert Schedule("constant", warmup=1).over(10).warmup == 1
-    with pytest.raises(UsageError, match="whole steps, or a share below 1"):
+    with pytest.raises(UsageError, match="^schedule.warmup = 2.5: give whole steps, or a share"):
         Schedule(warmup=2.5)
+    assert Schedule(warmup=2.0).over(4)(1) == 0.5
 
 
 @pytest.mark.parametrize("steps", [1, 3, 10, 11, 24, 99, 100, 1001])
@@ -132,5 +133,5 @@ def test_evaluations_are_as_many_as_is_said(steps: int, evaluate: float) -> None
         assert len(due) == min(round(1 / evaluate), steps) and max(gaps) - min(gaps) <= 1
     elif evaluate:
         assert due == sorted({*range(int(evaluate), steps + 1, int(evaluate)), steps})
-    with pytest.raises(UsageError, match="whole steps, or a share below 1"):
+    with pytest.raises(UsageError, match="^train.evaluate = 1.5: give whole steps, or a share"):
         Train(evaluate=1.5)
