@@ -87,17 +87,7 @@ def measure(
     taken = Taken(row, None if textual else samples)
     drawn = torch.random.fork_rng(devices=[where] if where.type == "cuda" else [])
     with drawn, evaluation(list(model.modules())):
-        for given in feed.evaluation():
-            between()
-            heard, batch = Heard(model), given.to(where)
-            with memory.precision(precision, where):
-                for loss, total in totals.items():
-                    part, count = loss(heard, batch)
-                    total[:] = total[0] + float(part), total[1] + int(count)
-                logits = label_logits(heard, batch) if row.reads in LABELLED else None
-            taken.add(given, logits)
-        if not taken.batches:
-            raise UsageError("nothing is held out to be measured; name valid files, or held = 0.1")
+        _read(model, feed, totals, taken, precision, between)
         if row.reads in LABELLED:
             shown = [
                 _labelled(taken, i, tokenizer, classes) for i in spread(len(taken.read), samples)
@@ -117,6 +107,29 @@ def measure(
         values["perplexity"] = perplexity(values["perplexity"])
     signatures = {name: text for name, text in signatures.items() if name in names}
     return Measured({name: values[name] for name in names}, signatures, shown)
+
+
+def _read(
+    model: Any,
+    feed: Feed,
+    totals: dict[Objective, list[float]],
+    taken: Taken,
+    precision: str,
+    between: Callable[[], None],
+) -> None:
+    """Each batch once: its losses and counts are added to `totals`, and what is needed of it later to `taken`."""
+    where = next(model.parameters()).device
+    for given in feed.evaluation():
+        between()
+        heard, batch = Heard(model), given.to(where)
+        with memory.precision(precision, where):
+            for loss, total in totals.items():
+                part, count = loss(heard, batch)
+                total[:] = total[0] + float(part), total[1] + int(count)
+            logits = label_logits(heard, batch) if taken.task.reads in LABELLED else None
+        taken.add(given, logits)
+    if not taken.batches:
+        raise UsageError("nothing is held out to be measured; name valid files, or held = 0.1")
 
 
 # --- while it is measured -----------------------------------------------------------------------------------------
