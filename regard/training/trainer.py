@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -177,10 +176,9 @@ class Trainer:
             fast.native_code(model, config.precision)
         self.inside = self.team.wrap(self.model, config.precision)
         self.optimizer = Optimizer(model, config.optim, config.ema)
-        ahead = Prefetch(feed, self.team.data_rank, self.team.data_size)
-        alone = partial(feed.batch, rank=self.team.data_rank, world=self.team.data_size)
+        part = Prefetch(feed, self.team.data_rank, self.team.data_size)
         # The same batches; which of both is chosen for speed: a GPU need not wait for data.
-        self._batch = ahead.batch if self.device.type == "cuda" else alone
+        self._batch = part.batch if self.device.type == "cuda" else part.make
         checkpoints.every = config.save or 1
         self.at = Progress()
         self.saved = 0  # the step of the newest checkpoint

@@ -13,7 +13,14 @@ from regard.errors import UsageError
 from regard.mask import Causal, Span, Visible
 from regard.see.probe import Probe
 from regard.training import index_losses
-from regard.training.index_losses import dense_index, densely, divergence, sparse_index, watching
+from regard.training.index_losses import (
+    dense_index,
+    densely,
+    divergence,
+    indexers,
+    sparse_index,
+    watching,
+)
 from regard.training.objectives import causal
 from tests.laws.mechanisms import MECHANISMS, TIGHT, decoder, ids
 
@@ -95,6 +102,13 @@ def test_dense_index_moves_indexers_only(name: str) -> None:
     for key, p in model.named_parameters():
         assert (p.grad is not None) == ("indexer" in key), key
         assert p.grad is None or p.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_indexers_alone_are_left_to_learn(name: str) -> None:
+    model = indexers(decoder(name))
+    learning = {key for key, p in model.named_parameters() if p.requires_grad}
+    assert learning == {key for key, _ in model.named_parameters() if "indexer" in key} != set()
 
 
 @pytest.mark.parametrize("stage", [dense_index, sparse_index])

@@ -15,13 +15,14 @@ import torch
 import regard
 from regard.data.feed import Batch, seed_of
 from regard.errors import UsageError
+from regard.fast.train import Joined, Recomputed
 from regard.kernels.c import native
 from regard.kernels.c import train as native_train
 from regard.training import trainer as training
 from regard.training.checkpoint import Checkpoints, clean, fault, locked
 from regard.training.objectives import causal
 from regard.training.optim import Optim, Schedule
-from regard.training.parallel import SingleProcess
+from regard.training.parallel import MODES, Parallel, SingleProcess
 from regard.training.trainer import Diverged, Trainer
 from tests.train.toy import Toy, config, model, trainer, weights
 from tests.wide import crossed
@@ -128,6 +129,25 @@ def test_step_tells_the_mean_loss_the_rate_the_labels_and_its_time(
     # Where no label counts, nothing is divided.
     assert told[0] == {"loss": 3.0, "norm": 0.0, "lr": 3e-3 / 4, "tokens": 2, "seconds": 2.5}
     assert told[1] == {"loss": 6.0, "norm": 0.0, "lr": 3e-3 / 2, "tokens": 0, "seconds": 0.25}
+
+
+@pytest.mark.parametrize("layers", [True, (1,)])
+def test_blocks_that_are_computed_again_train_to_the_same_bits(
+    layers: bool | tuple[int, ...], tmp_path: Path
+) -> None:
+    want = finished(tmp_path / "plain", steps=3)
+    again = finished(tmp_path / "again", steps=3, activation_checkpointing=layers)
+    assert same(again, want)
+    blocks = [isinstance(block, Recomputed) for block in again.model.tower.blocks]
+    assert blocks == ([True, True] if layers is True else [False, True])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_queries_keys_and_values_are_one_product_unless_heads_are_split(
+    mode: str, tmp_path: Path
+) -> None:
+    t = trainer(tmp_path, parallel=Parallel(mode))
+    assert any(isinstance(m, Joined) for m in t.model.modules()) == (mode != "tensor")
 
 
 def test_random_numbers_depend_on_seed_and_step_alone() -> None:
