@@ -143,7 +143,8 @@ class DrawPrefix:
         if batch.doc is not None:
             doc = batch.doc
         elif batch.lengths is not None:
-            doc = torch.where(place < batch.lengths[:, None], 0, -1)
+            # 0, and -1 of padding.
+            doc = (place < batch.lengths[:, None]).long() - 1
         else:
             doc = torch.zeros(b, t, dtype=torch.long)
         begins = torch.cat([torch.ones(b, 1, dtype=torch.bool), doc[:, 1:] != doc[:, :-1]], 1)
@@ -252,7 +253,7 @@ def spans(
             f"shorten the rows or add sentinels"
         )
     # Every way to share `taken` tokens out is equally likely.
-    drawn = torch.randperm(max(taken - 1, 0), generator=generator)[: max(count - 1, 0)]
+    drawn = torch.randperm(max(taken - 1, 0), generator=generator)[: count - 1]
     edges = torch.cat([_tensor((0,)), drawn.sort().values + 1, _tensor((taken,))])
     sizes = edges.diff()[:count]
     marks = _tensor(sentinels[:count])

@@ -89,7 +89,7 @@ class Checkpoints:
                 save_file(whole, new / TENSORS)
                 if shards.is_dir():
                     shards.rename(new / SHARDS)
-                (new / STATE).write_text(json.dumps(state, sort_keys=True), encoding="utf-8")
+                (new / STATE).write_text(json.dumps(state), encoding="utf-8")
                 (new / MANIFEST).write_bytes(manifest(new, target.name))
                 self.before()
         except (OSError, SafetensorError) as error:

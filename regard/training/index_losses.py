@@ -67,7 +67,7 @@ def divergence(scores: Tensor, target: Tensor, seen: Tensor) -> Tensor:
 
     A row that sees nothing, or whose target is zero, gives 0."""
     some = seen.any(-1, keepdim=True)
-    log_q = scores.masked_fill(~seen, -torch.inf).masked_fill(~some, 0.0).log_softmax(-1)
+    log_q = scores.masked_fill(~seen & some, -torch.inf).log_softmax(-1)
     p = target.masked_fill(~seen, 0.0)
     p = p / p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
     return (torch.xlogy(p, p) - p * log_q.masked_fill(~seen, 0.0)).sum(-1)

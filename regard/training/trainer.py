@@ -206,7 +206,8 @@ class Trainer:
         self.at = Progress(**state["progress"])
         self.saved = self.at.step
         # Older versions could take a value that is not a number for the best.
-        if "train.metric" in changes or math.isnan(self.at.best_value or 0.0):
+        best = self.at.best_value
+        if "train.metric" in changes or (best is not None and math.isnan(best)):
             self.at.best = self.at.best_value = None
             self.at.waited = 0
         if changes and changes != self.changes:

@@ -152,8 +152,10 @@ def test_spans_reach_every_token_alike() -> None:
 
 
 def test_spans_need_enough_sentinels() -> None:
-    with pytest.raises(UsageError, match="2 sentinels"):
-        spans(text(100), SENTINELS[:2], drawing(0))
+    with pytest.raises(UsageError, match="100 tokens make 5 spans, .* has 4 sentinels"):
+        spans(text(100), SENTINELS[:4], drawing(0))
+    source, target = spans(text(100), SENTINELS[:5], drawing(0))
+    assert restored(source.tolist(), target.tolist()) == text(100).tolist()
 
 
 def test_spans_batch_reads_one_step_behind_its_labels() -> None:
@@ -197,6 +199,21 @@ def test_infill_spans_are_poisson_and_some_are_empty() -> None:
     assert 2.7 < taken / masks < 3.05
     inserted = [s for s in range(200) if len(infill(text(3, s), MASK, drawing(s), 0.34)) == 4]
     assert inserted  # a mask came in and 1 token went: one span was empty
+
+
+def test_infill_ends_with_the_span_that_takes_the_last_token() -> None:
+    """One of 60 tokens goes; the empty spans before it are as many as draws of 0 before another, none stands after it:
+    1 / (1 - p) masks on average with p = exp(-1), of a deviation of sqrt(p) / (1 - p)."""
+    p, rows = math.exp(-1), 1000
+    made = [infill(text(60), MASK, drawing(seed), 1 / 60, 1.0) for seed in range(rows)]
+    assert all(int((source != MASK).sum()) == 59 for source in made)
+    masks = sum(int((source == MASK).sum()) for source in made) / rows
+    assert abs(masks - 1 / (1 - p)) < 5 * math.sqrt(p) / (1 - p) / math.sqrt(rows)
+
+
+def test_infill_may_hide_all() -> None:
+    assert infill(text(1), MASK, drawing(0), 1.0).tolist() == [MASK]
+    assert (infill(text(9), MASK, drawing(0), 1.0, 99.0) == MASK).all()
 
 
 def test_sentences_are_shuffled_and_stay_whole() -> None:
@@ -259,6 +276,7 @@ def test_draw_prefix_leaves_something_to_say() -> None:
     assert made.prefix is not None
     assert set(made.prefix[:-1, 0].tolist()) == {1, 2, 3, 4, 5, 6} and made.prefix[-1, 0] == 1
     assert (made.prefix[:-1] == made.prefix[:-1, :1]).all()
+    assert made.prefix[-1].tolist() == [1] * 2 + [0] * 5
 
 
 def test_draw_prefix_of_full_rows_draws_one_for_each() -> None:
@@ -334,21 +352,43 @@ def test_corrupted_parts_of_ranks_are_the_batch(world: int) -> None:
     assert [len(p.ids) for p in idle] == [1] * max(0, world - len(whole.ids))
 
 
+class Same(Plain):
+    def batch(self, k: int, rank: int = 0, world: int = 1) -> Batch:
+        ids = torch.tensor([[CLS, *range(10, 18), STOP, *range(20, 24), SEP]])
+        return Batch(ids, ids)
+
+    def evaluation(self) -> Iterator[Batch]:
+        return iter([self.batch(0)])
+
+
+# What is read of batch 3 with the seed 5, and of what is held out.
 READ = [
-    (MaskTokens(MARKS, 0.5), [0, 10, 3, 48, 13, 14, 15, 3, 3, 9, 17, 3, 3, 23, 1]),
-    (Spans(MARKS, 0.4, 2.0), [0, 10, 11, 99, 16, 17, 9, 20, 21, 22, 98, 1]),
+    (
+        MaskTokens(MARKS, 0.5),
+        [0, 10, 11, 12, 3, 14, 15, 41, 3, 3, 3, 3, 22, 20, 1],
+        [0, 10, 3, 12, 3, 3, 15, 3, 17, 9, 20, 21, 3, 23, 1],
+    ),
+    (
+        Spans(MARKS, 0.4, 2.0),
+        [0, 99, 14, 15, 98, 17, 9, 20, 21, 22, 23, 1],
+        [0, 10, 11, 12, 13, 99, 16, 98, 21, 22, 23, 1],
+    ),
     (
         Infill(replace(MARKS, stops=(STOP,)), 0.4, 2.0, permute=True),
-        [0, 20, 3, 22, 23, 3, 10, 3, 13, 14, 3, 17, 9, 1],
+        [0, 20, 21, 3, 23, 10, 11, 3, 13, 3, 15, 3, 17, 3, 1],
+        [0, 3, 21, 22, 3, 11, 12, 13, 3, 15, 3, 17, 9, 1],
     ),
 ]
 
 
-@pytest.mark.parametrize("corruption, want", READ, ids=["masks", "spans", "infill"])
-def test_what_a_seed_draws_stays_what_it_is(corruption: Corruption, want: list[int]) -> None:
+@pytest.mark.parametrize("corruption, trained, held", READ, ids=["masks", "spans", "infill"])
+def test_what_a_seed_draws_stays_what_it_is(
+    corruption: Corruption, trained: list[int], held: list[int]
+) -> None:
     """A run goes on after an update with the text that it would have read."""
-    ids = torch.tensor([[CLS, *range(10, 18), STOP, *range(20, 24), SEP]])
-    assert read(corruption(Batch(ids, ids), drawing(1))).tolist() == [want]
+    feed = Corrupted(Same(), corruption, 5)
+    assert read(feed.batch(3)).tolist() == [trained]
+    assert [read(batch).tolist() for batch in feed.evaluation()] == [[held]]
 
 
 def test_corrupted_fingerprint_sees_the_settings() -> None:

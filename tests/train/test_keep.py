@@ -12,7 +12,16 @@ import torch
 
 import regard
 from regard.errors import UsageError
-from regard.training.checkpoint import SPARE, Checkpoints, fault, make, manifest, whole
+from regard.training.checkpoint import (
+    SHARDS,
+    SPARE,
+    Checkpoints,
+    clean,
+    fault,
+    make,
+    manifest,
+    whole,
+)
 from tests.train.toy import model
 
 STATE = {"progress": {}, "best": None}
@@ -54,6 +63,10 @@ def test_room_is_asked_for_by_what_is_saved(
     free(monkeypatch, need - 1)
     with pytest.raises(UsageError, match="step-00000002 needs 1 MB, but .* step-00000001 is as it"):
         small.check(2, made, {})
+    free(monkeypatch, need + 40)
+    small.check(2, made, {"x": torch.zeros(9), "y": torch.zeros(1)})
+    with pytest.raises(UsageError, match="make room"):
+        small.check(2, made, {"x": torch.zeros(9), "y": torch.zeros(2)})
     free(monkeypatch, need)
     with pytest.raises(UsageError, match="make room"):
         Checkpoints(tmp_path, save).check(3, made, {"x": torch.zeros(9)})
@@ -77,6 +90,20 @@ def test_every_checkpoint_is_in_turn_where_no_distance_is_said(tmp_path: Path) -
     for step in (1, 2, 3, 4):
         checkpoints.write(step, None, {}, STATE)
     assert checkpoints.steps() == [checkpoints.path(3), checkpoints.path(4)]
+
+
+def test_shards_count_once_they_are_in_the_checkpoint(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, lambda m, path: path.mkdir(), size=lambda m: 0)
+    for step in (1, 2):
+        checkpoints.shards(step).mkdir()
+        (checkpoints.shards(step) / "part").touch()
+    assert checkpoints.steps() == []
+    path = checkpoints.write(1, None, {}, STATE)
+    assert (path / SHARDS / "part").is_file() and not fault(path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".step-00000002.shards", path.name]
+    # What a killed team wrote for a step that never counted.
+    clean(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
 def test_manifest_is_the_one_that_other_versions_read(tmp_path: Path) -> None:

@@ -119,6 +119,13 @@ def test_adamw_steps_are_those_of_torch_with_two_groups() -> None:
         torch.testing.assert_close(p, named[name], rtol=1e-10, atol=1e-12)
 
 
+def test_adamw_is_torchs_fused_one_where_there_is_one() -> None:
+    """One kernel for all parameters."""
+    for device, fused in (("cpu", True), ("meta", False)):
+        (adamw,) = Optimizer(decoder().to(device), Optim()).parts
+        assert adamw.defaults["fused"] == fused
+
+
 def test_muon_takes_hidden_matrices_and_leaves_the_rest_to_adamw() -> None:
     """Stacks of experts are hidden matrices; the embedding and the untied head are not."""
     model = decoder(tied=False, ffn=MoE(4, 2, 8))
@@ -153,9 +160,10 @@ def test_muon_leaves_what_is_no_product_of_many_rows_to_adamw(name: str) -> None
 def test_muon_leaves_a_matrix_of_one_row_or_column_to_adamw() -> None:
     """Whatever it is called: such a product has one direction, and nothing to even out."""
     shapes = {"one": (1, 8), "other": (8, 1), "each": (3, 1, 8), "many": (8, 8), "stack": (3, 8, 8)}
+    shapes["expert"] = (1, 8, 8)
     model = nn.ParameterDict({name: torch.zeros(shape) for name, shape in shapes.items()})
     assert {n for n, kind in kinds(model).items() if kind == "matrix"} >= {"one", "other", "many"}
-    assert not hidden(model) & {"one", "other", "each"} and "many" in hidden(model)
+    assert hidden(model) == {"many", "stack", "expert"}
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.5e-7, 0.0])
@@ -173,7 +181,7 @@ def test_orthogonal_multiplies_on_the_shorter_side() -> None:
         assert spied(lambda x=x: orthogonal(x)).largest == x.numel()
 
 
-@pytest.mark.parametrize("shape", [(6, 10), (10, 6), (3, 6, 10), (3, 10, 6)])
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6), (3, 6, 10), (3, 10, 6), (12, 6, 10)])
 def test_muon_steps_are_those_of_torch_for_each_matrix(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     ours = nn.Parameter(torch.randn(shape))

@@ -197,6 +197,18 @@ def test_setting_that_an_older_version_did_not_have_had_its_default() -> None:
     assert changed(settings, Train(clip=2.0)) == ({}, {"train.clip": [1.0, 2.0]})
 
 
+def test_part_with_a_kind_is_one_setting_or_many() -> None:
+    rope = {"kind": "rope", "theta": 1.0}
+    settings = {"dim": 8, "attention": {"heads": 2, "position": rope}}
+    assert flat(settings, parts=True) == {
+        "dim": 8,
+        "attention.heads": 2,
+        "attention.position": rope,
+    }
+    inner = {f"attention.position.{name}": x for name, x in rope.items()}
+    assert flat(settings) == {"dim": 8, "attention.heads": 2, **inner}
+
+
 def test_settings_that_are_not_set_are_said_so() -> None:
     changes: dict[str, list[Any]] = {"train.clip": [1.0, None], "train.patience": [None, 3]}
     clip, patience = differences(changes).split("; ")

@@ -121,6 +121,16 @@ def test_warmup_may_be_a_share_of_the_steps() -> None:
     assert Schedule(warmup=2.0).over(4)(1) == 0.5
 
 
+def test_passes_over_the_data_are_steps_once_it_is_counted() -> None:
+    assert Train(epochs=2.5).counted(3.2).steps == 8
+    assert Train(epochs=0.5).counted(0.3).steps == 1
+    assert Train(epochs=2.5).counted(3.2).epochs is None
+    assert Train(steps=7).counted(3.2) == Train(steps=7)
+    # A warm-up longer than the default number of steps may fit then.
+    long = Train(epochs=2, schedule=Schedule(warmup=3000))
+    assert long.counted(2000).rate(1500) == 0.5
+
+
 @pytest.mark.parametrize("steps", [1, 3, 10, 11, 24, 99, 100, 1001])
 @pytest.mark.parametrize("evaluate", [0, 0.1, 0.25, 0.34, 1, 7, 2000])
 def test_evaluations_are_as_many_as_is_said(steps: int, evaluate: float) -> None:
