@@ -8,7 +8,15 @@ from torch import Tensor
 
 from regard.attention import DSA, GQA, MLA, attend
 from regard.attention import sparse as select
-from regard.attention.sparse import choose, fp8_dots, hadamard, index_scores, packed_fp8, to_fp8
+from regard.attention.sparse import (
+    choose,
+    fp8_bytes,
+    fp8_dots,
+    hadamard,
+    index_scores,
+    packed_fp8,
+    to_fp8,
+)
 from regard.cache import LAYOUTS
 from regard.mask import Causal, Full, Span, Visible
 from regard.training.index_losses import divergence
@@ -148,6 +156,16 @@ def test_index_scores_are_the_sum_of_the_paper() -> None:
     torch.testing.assert_close(indexer.scores(q, k, x)[0].double(), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("width", [1, 2, 4, 16])
+def test_hadamard_is_the_matrix_of_kronecker_products(width: int) -> None:
+    """H of size 2d is [[H, H], [H, -H]] of size d."""
+    matrix = torch.ones(1, 1).double()
+    while len(matrix) < width:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]).double(), matrix)
+    x = torch.randn(3, 2, width).double()
+    torch.testing.assert_close(hadamard(x), x @ matrix / width**0.5, **TIGHT)
+
+
 @pytest.mark.parametrize("width", [1, 2, 16, 64])
 def test_hadamard_keeps_dot_products(width: int) -> None:
     q, k = torch.randn(2, 5, 3, width).double()
@@ -183,6 +201,21 @@ def test_fp8_keys_are_kept_as_bits_of_any_type(dtype: torch.dtype) -> None:
     bits, (k8, scale) = kept.view(torch.uint8), to_fp8(k)
     assert torch.equal(bits[..., :24], k8.view(torch.uint8))
     assert torch.equal(bits[..., 32:36].contiguous().view(torch.float32), scale)
+
+
+@pytest.mark.parametrize("width, size", [(1, 32), (15, 32), (16, 32), (17, 48), (32, 48), (33, 64)])
+def test_fp8_keys_take_whole_steps_of_16_bytes_and_one_for_the_scale(width: int, size: int) -> None:
+    assert fp8_bytes(width) == size == packed_fp8(torch.randn(1, 1, width)).nbytes
+
+
+def test_fp8_scale_puts_the_largest_number_at_the_end_of_the_range() -> None:
+    """e4m3 ends at 448. A row of nearly nothing is not divided by it, or it would be 0 / 0."""
+    rows = torch.tensor([[3.0, -7.0], [1.5e-12, 0.0], [1e-13, 0.0], [0.0, 0.0]])
+    x8, scale = to_fp8(rows)
+    torch.testing.assert_close(
+        scale[:, 0] * 448, torch.tensor([7.0, 1.5e-12, 1e-12, 1e-12]), rtol=1e-6, atol=0
+    )
+    assert x8.float().tolist() == [[192.0, -448.0], [448.0, 0.0], [44.0, 0.0], [0.0, 0.0]]
 
 
 def test_fp8_dots_are_close_to_exact_ones() -> None:
@@ -223,3 +256,10 @@ def dense_weights(dsa: torch.nn.Module, x: Tensor) -> Tensor:
 def test_dsa_over_mla_uses_the_query_latent_for_its_index_queries() -> None:
     dsa = DSA(MLA(3, latent=8, query_latent=7), 2, 4, topk=2).make(DIM)
     assert dsa.indexer.wq.in_features == 7
+
+
+@pytest.mark.parametrize("context, keys", [(3, 3), (4, 4), (5, 4), (90, 4)])
+def test_dsa_pays_for_the_index_of_all_keys_and_for_the_chosen(context: int, keys: int) -> None:
+    """2 H D for each key, and 2 h (d + e) for each that is attended to."""
+    dsa = DSA(GQA(3, head_dim=5, value_dim=7), index_heads=2, index_dim=6, topk=4).make(DIM)
+    assert dsa.flops(context) == 2 * context * 2 * 6 + 2 * keys * 3 * (5 + 7)

@@ -100,6 +100,21 @@ def test_weight_turned_back_is_what_the_product_reads() -> None:
     assert torch.equal(copy.deepcopy(layer).float()(x), layer(x))
 
 
+@pytest.mark.parametrize("targets", ["all", "wq", None])
+def test_merged_model_has_no_layer_in_4_bits(targets: str | None) -> None:
+    """Whether LoRA is on all of them, on some, or on none: the numbers stay, as torch holds them."""
+    model, ids = quantize(body("llama")), torch.randint(50, (2, 7))
+    if targets is not None:
+        adapted(model, Adapt("qlora", 4, targets=targets))
+    for low in low_ranks(model).values():
+        nn.init.normal_(low.b, std=0.1)
+    before, plain = model(ids), [(n, type(m)) for n, m in body("llama").named_modules()]
+    assert merge(model) is model
+    assert [(n, type(m)) for n, m in model.named_modules()] == plain
+    torch.testing.assert_close(model(ids), before, rtol=1e-4, atol=1e-5)  # float32 rounding
+    assert not any(p.requires_grad for n, p in model.named_parameters() if "wk" in n)
+
+
 # --- runs -----------------------------------------------------------------------------------------------------------
 
 
