@@ -1,10 +1,12 @@
 """Norms, activations, the feed-forward and the heads."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from regard.errors import UsageError
 from regard.layers import (
@@ -21,6 +23,8 @@ from regard.layers import (
     Tag,
     activation,
     make_head,
+    plus,
+    times,
 )
 
 
@@ -110,6 +114,21 @@ def test_mlp_dropout_acts_in_training_only() -> None:
     assert not torch.equal(ffn(x), ffn(x))
     ffn.eval()
     assert torch.equal(ffn(x), ffn(x))
+
+
+@pytest.mark.parametrize("join, formula", [(plus, torch.add), (times, torch.mul)])
+def test_sums_and_products_are_made_in_place_where_nobody_needs_what_was_there(
+    join: Callable[..., Tensor], formula: Callable[..., Tensor]
+) -> None:
+    """Without gradients, and where the result fits: never into the stream, nor into a narrower type."""
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    for grad, dtype in ((False, torch.float32), (False, torch.bfloat16), (True, torch.float32)):
+        stream, part = x.clone(), y.to(dtype, copy=True)
+        with torch.set_grad_enabled(grad):
+            out = join(stream, part)
+        assert out.dtype == torch.float32 and torch.equal(out, formula(x, y.to(dtype)))
+        assert torch.equal(stream, x)
+        assert (out is part) == (not grad and dtype == torch.float32)
 
 
 def test_tied_head_holds_no_weight_of_its_own() -> None:

@@ -114,6 +114,30 @@ def test_rows_of_a_mask_are_rows_of_its_tensor() -> None:
         assert torch.equal(mask.rows(index), mask.tensor()[:, :, index])
 
 
+@pytest.mark.parametrize("index", [slice(0, 2), slice(1, 3), slice(3, 4), slice(2, None)])
+def test_part_of_the_queries_is_a_mask_of_its_own(index: slice) -> None:
+    """Where their positions are plain it is lowered anew: to everything, where the last ones see all."""
+    runs = Visible(Causal(1), Span.run(5, 4), Span.run(3, 6))
+    ragged = Visible(Causal(), Span.ragged(torch.tensor([4, 2]), 4), FOUR)
+    for whole in (runs, ragged):
+        part = whole.part(index)
+        assert torch.equal(part.tensor(), whole.tensor()[:, :, index])
+        assert part.k is whole.k and part.mask is whole.mask
+        assert (part.q.start is None) == (whole.q.start is None)
+        assert part.everything == (whole is runs and bool(part.tensor().all()))
+    assert runs.part(slice(3, 4)).everything and not runs.part(slice(1, 3)).everything
+
+
+def test_rule_on_indices_reads_one_row_of_positions_for_all() -> None:
+    """Of three rows of the batch, queries and keys each have one row of positions, or all three."""
+    lengths = torch.tensor([2, 4, 3])
+    b, i, j = torch.meshgrid(*(torch.arange(n) for n in (3, 4, 4)), indexing="ij")
+    for q in (FOUR, Span.ragged(lengths, 4)):
+        for k in (FOUR, Span.ragged(lengths, 4)):
+            bound = Visible(Causal() & Padding(lengths), q, k)
+            assert torch.equal(bound.rule()(b, 0 * b, i, j), bound.tensor()[:, 0])
+
+
 def test_rule_on_indices_equals_the_tensor() -> None:
     span = Span.ragged(torch.tensor([4, 2]), 4)
     mask = Visible(Causal() & Window(3), span, span)
@@ -193,9 +217,16 @@ def test_documents_side_by_side_are_told_by_where_they_begin() -> None:
     shown = torch.block_diag(*[torch.ones(n, n).tril() for n in ends.diff()]).bool()
     both = Visible(Causal() & Documents(doc), six, six).tensor()[:, 0]
     assert torch.equal(torch.block_diag(*both).bool(), shown)
-    for mask in (Causal(), Causal() & Documents(doc) & Window(2), Documents(doc.flip(1))):
+    other = Documents(torch.tensor([[0, 0, 0, 1, 1, 1]]))
+    apart, wide = Documents(torch.tensor([[0, 1, 0, 2, 2, 2]])), Documents(torch.arange(7)[None])
+    for mask in (
+        Causal(), Causal() & Documents(doc) & Window(2), Documents(doc.flip(1)), apart, wide,
+        Causal() & Documents(doc) & other, Causal(1) & Documents(doc),
+    ):  # fmt: skip
         assert Visible(mask, six, six).packed is None
-    assert Visible(Causal() & Documents(doc), Span.run(3, 3), six).packed is None
+    for q, k in ((Span.run(3, 3), six), (Span.run(3, 3), Span.run(3, 3))):
+        assert Visible(Causal() & Documents(doc[:, :3]), q, k).packed is None
+        assert Visible(Causal() & Documents(doc), q, k).packed is None
 
 
 def test_places_are_counted_from_the_beginning_of_each_document() -> None:

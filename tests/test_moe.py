@@ -90,6 +90,12 @@ def test_router_with_sigmoid_ranks_groups_by_their_two_best() -> None:
     assert 0 not in chosen and 1 not in chosen
 
 
+def test_router_with_sigmoid_counts_no_more_than_two_of_a_group() -> None:
+    """2 sigmoid(1) beats sigmoid(0.9) + sigmoid(0.8), and would not if the third of each counted."""
+    chosen, _ = router([1.0, 1.0, -9.0, 0.9, 0.8, 0.8], active=2, groups=2, score="sigmoid")
+    assert chosen == [0, 1]
+
+
 def test_router_works_in_float32_whatever_the_model() -> None:
     moe = MoE(4, 2, 8).make(6).bfloat16()
     _, weight = moe.route(torch.randn(3, 6).bfloat16())
@@ -170,6 +176,17 @@ def test_balance_loss_is_least_where_every_expert_gets_as_much() -> None:
     torch.testing.assert_close(balance_loss(moe), torch.tensor(1.0))
     moe(torch.eye(3)[[0, 0, 1]][None])
     assert balance_loss(moe) > 1.01
+
+
+@pytest.mark.parametrize("count, loss", [(0, 0.0), (1, 3.0)])
+def test_balance_loss_of_hardly_a_token(count: int, loss: float) -> None:
+    """One token weighs on one expert of three alone; none, as in a batch of padding, on none."""
+    moe = MoE(3, 1, 4).make(3).train()
+    with torch.no_grad():
+        moe.router.weight.copy_(60 * torch.eye(3))
+    moe(torch.eye(3)[None, [1, 2]])
+    counted = torch.arange(2)[None] < count
+    torch.testing.assert_close(balance_loss(moe, counted), torch.tensor(loss))
 
 
 def test_balance_is_read_once_and_only_of_training() -> None:

@@ -1,10 +1,12 @@
 """Sinusoids, RoPE's scalings, T5's buckets and ALiBi's slopes, against known values and transformers."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
+from regard.attention import MLA
 from regard.errors import UsageError
 from regard.position import (
     Alibi,
@@ -166,6 +168,30 @@ def test_rope_scaling_is_that_of_transformers(name: str, d: int, base: float) ->
         assert ours.gain() == pytest.approx(gain)
 
 
+@pytest.mark.parametrize("truncated", [True, False])
+def test_yarn_between_borders_that_meet_is_a_step(truncated: bool) -> None:
+    """One number of turns for both: pairs that turn more often are kept, the others are divided."""
+    theirs = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
+    more = {"beta_fast": 9.0, "beta_slow": 9.0, "truncate": truncated}
+    ours = Rope(500.0, scaling=Yarn(8.0, 512, fast=9.0, slow=9.0, truncated=truncated))
+    freq, _ = hf_frequencies(32, 500.0, **theirs, **more)
+    torch.testing.assert_close(ours.frequencies(32), freq)
+    if not truncated:
+        kept = Rope(500.0).frequencies(32) * 512 / (2 * math.pi) > 9
+        want = torch.where(kept, Rope(500.0).frequencies(32), Rope(500.0).frequencies(32) / 8)
+        torch.testing.assert_close(ours.frequencies(32), want)
+
+
+def test_softmax_of_latent_attention_is_turned_up_by_mscale_all_alone() -> None:
+    for scaling in (None, *(ours for ours, _ in SCALINGS.values()), LONG):
+        rope, gain = Rope(scaling=scaling), 1.0
+        if isinstance(scaling, Yarn) and scaling.mscale_all:
+            gain = (0.1 * 1.2 * math.log(40.0) + 1) ** 2
+        assert rope.softmax_gain() == pytest.approx(gain)
+        module: Any = MLA(2, 8, head_dim=6, rope_dim=3 * 2, rope=rope).make(12)
+        assert module.scale == pytest.approx(gain / math.sqrt(12))
+
+
 LONG = LongRope((1.0, 1.2, 1.5), (2.0, 3.0, 4.0), original_len=5, factor=4.0)
 
 
@@ -223,6 +249,9 @@ def test_longrope_refuses_a_text_that_grows_past_its_border_in_a_cache() -> None
             rope.angles(grown, 6, torch.float32)
     for whole in (torch.tensor([[4]]), torch.tensor([[6]]), torch.arange(9)[None]):
         rope.angles(whole, 6, torch.float32)
+    # Of rows that hold their beginnings, one that is long already; and padding alone, which begins nowhere.
+    for rows in (torch.tensor([[0, 1], [6, 7]]), torch.tensor([[-1, -1], [3, 4]])):
+        rope.angles(rows, 6, torch.float32)
     with pytest.raises(UsageError, match="3 numbers for 4 pairs"):
         rope.angles(torch.tensor([[4]]), 8, torch.float32)
 
