@@ -322,3 +322,18 @@ def test_state_of_a_half_precision_model_is_float32() -> None:
     model(ids(1, 5), cache=cache)
     assert cache.states[0]["s"].dtype == torch.float32
     assert cache.states[0]["conv"].dtype == torch.bfloat16
+
+
+def test_layer_starts_with_decays_and_taps_of_their_ranges() -> None:
+    """As transformers draws them, but for a decay of nothing, whose logarithm is none."""
+    start = DeltaRule(1, value_heads=40_000, key_dim=1, value_dim=1, conv=3).make(2)
+    decay, taps = start.a_log.detach().exp(), start.taps.detach().abs()
+    assert 0.01 <= float(decay.min()) < 0.02 and 15.99 < float(decay.max()) < 16.01
+    assert 0.999 * 3**-0.5 < float(taps.max()) <= 3**-0.5
+    assert torch.equal(start.dt_bias, torch.ones(40_000))
+
+
+@pytest.mark.parametrize("context", [1, 90])
+def test_work_of_a_token_does_not_grow_with_the_text(context: int) -> None:
+    """Each number of the state d e decays, is recalled, written and read."""
+    assert layer().flops(context) == (1 + 2 + 2 + 2) * 4 * 6 * 5

@@ -175,6 +175,40 @@ def test_loops_of_hidden_keys_alone_give_zeros():
     assert one_loop(x, torch.ones(2, 2))[0].tolist() == [0.0, 0.0]
 
 
+def test_kernels_are_their_formulas():
+    u = torch.tensor([0.0, 0.5, 1.0, 1.5], dtype=torch.float64)
+    want = {
+        "gaussian": [1.0, math.exp(-0.125), math.exp(-0.5), math.exp(-1.125)],
+        "boxcar": [1.0, 1.0, 1.0, 0.0],
+        "epanechnikov": [0.75, 0.5625, 0.0, 0.0],
+        "triangular": [1.0, 0.5, 0.0, 0.0],
+    }
+    assert want.keys() == KERNELS.keys()
+    for name, values in want.items():
+        assert KERNELS[name](u).tolist() == pytest.approx(values, abs=1e-15)
+
+
+def test_regress_of_vectors_leaves_those_without_a_key_alone():
+    """Rows of two numbers, of which the second query has none; a label of each key likewise."""
+    q, v = torch.tensor([0.5, 9.0]), torch.tensor([[0.0, 2.0], [1.0, 4.0], [5.0, 5.0], [7.0, 7.0]])
+    out = regress(q, KEYS.float(), v, "boxcar", fallback=-1.0)
+    assert_close(out, torch.tensor([[0.5, 3.0], [-1.0, -1.0]]))
+    p = classify(q, KEYS.float(), torch.tensor([2, 0, 1, 1]), 3, kernel="boxcar", fallback=0.0)
+    assert_close(p, torch.tensor([[0.5, 0.0, 0.5], [0.0, 0.0, 0.0]]))
+
+
+def test_softmax_traces_tell_maximum_and_sum_so_far():
+    """Three loops know the maximum before the sum begins; two correct the sum when it rises."""
+    x = torch.tensor([1.0, 3.0, 2.0], dtype=torch.float64)
+    e = math.exp(-1)
+    (_, late), (_, early) = three_loops(x), two_loops(x)
+    assert [step.m for step in early] == [1.0, 3.0, 3.0]
+    assert [step.d for step in early] == pytest.approx([1.0, e**2 + 1, e**2 + 1 + e])
+    assert [step.m for step in late] == [3.0, 3.0, 3.0]
+    assert [step.d for step in late] == pytest.approx([e**2, e**2 + 1, e**2 + 1 + e])
+    assert all(step.o is None for step in (*late, *early))
+
+
 def test_one_loop_trace_rescales_when_the_maximum_rises():
     v = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     _, trace = one_loop(torch.tensor([1.0, 3.0, 2.0]), v)

@@ -87,3 +87,9 @@ def test_score_unknown_name_lists_the_choices():
     with pytest.raises(UsageError, match="score = 'cosine' is unknown") as told:
         make_score("cosine", 4, 4, 4)
     assert all(name in str(told.value) for name in READS)
+
+
+def test_additive_score_starts_within_one_over_the_root_of_its_width():
+    start = Additive(2, 2, 40_000).wv.detach()
+    assert 0.999 / 200 < float(start.max()) <= 1 / 200
+    assert -0.999 / 200 > float(start.min()) >= -1 / 200

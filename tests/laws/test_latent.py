@@ -1,11 +1,14 @@
 """MLA: two forms of one formula; at full rank it is multi-head attention."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from regard.attention import GQA, MLA
+from regard.attention import GQA, MLA, Context
 from regard.attention.latent import LatentAttention
-from regard.mask import Full
+from regard.cache import Contiguous
+from regard.mask import Causal, Full
 from regard.position import Rope, Yarn
 from tests.laws.mechanisms import DIM, MECHANISMS, TIGHT, context, layer
 
@@ -31,6 +34,35 @@ def test_mla_forms_agree_in_float32() -> None:
     q, kept, mask = mla.queries(x, ctx), mla.entries(x, ctx), ctx.visible(ctx.pos)
     difference = mla.absorbed(q, kept, mask, ctx) - mla.expanded(q, kept, mask, ctx)
     assert difference.abs().max() < 1e-5
+
+
+def test_mla_takes_the_form_that_costs_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of s keys, t queries that attend c wide instead of d cost t s (c - d) more, and spare s c d; without a cache
+    gradients may be asked for, and keys of every head are there for all queries."""
+    chosen: list[str] = []
+    for form in LatentAttention.forms:
+        plain = getattr(LatentAttention, form)
+
+        def note(self: LatentAttention, *rest: Any, form: str = form, plain: Any = plain) -> Any:
+            chosen.append(form)
+            return plain(self, *rest)
+
+        monkeypatch.setattr(LatentAttention, form, note)
+    for latent, t, form in ((8, 1, 0), (8, 7, 0), (8, 8, 1), (8, 9, 1), (4, 99, 0), (3, 99, 0)):
+        mla = layer(MLA(2, latent=latent, head_dim=4))
+        x, want = torch.randn(1, t, DIM).double(), mla(torch.randn(1, t, DIM).double(), context(t))
+        assert chosen == ["expanded"]
+        cache = Contiguous([mla.cache_spec()], 1, capacity=t, dtype=torch.float64)
+        found = mla(x, Context(cache.begin(t), Causal(), cache.layer(0)))
+        assert found.shape == want.shape and chosen[1:] == [LatentAttention.forms[form]]
+        chosen.clear()
+
+
+@pytest.mark.parametrize("context, keys", [(3, 3), (4, 4), (9, 4)])
+def test_mla_pays_for_keys_and_values_of_every_head(context: int, keys: int) -> None:
+    more: Any = dict(head_dim=6, rope_dim=4, value_dim=7, rope=Rope())
+    assert MLA(3, 10, window=4, **more).make(DIM).flops(context) == 2 * keys * 3 * (6 + 4 + 7)
+    assert MLA(3, 10, **more).make(DIM).flops(context) == 2 * context * 3 * (6 + 4 + 7)
 
 
 @pytest.mark.parametrize("mask", [None, Full()])

@@ -12,6 +12,7 @@ from regard.block import Tower
 from regard.layers import LM, MLM, MLP, Classify, LMHead, Norm, make_head
 from regard.models import Patches, Tokens, TransformerConfig
 from regard.models.init import Start, initialize, start_of
+from regard.models.recurrent import Seq2SeqConfig
 from regard.moe import MoE
 from regard.position import Learned, Sinusoidal, T5Bias
 
@@ -157,3 +158,19 @@ def test_models_of_no_family_start_by_where_their_norms_stand() -> None:
     for order, scheme in (("pre", "gpt2"), ("post", "uniform")):
         config = TransformerConfig(Tokens(9), Tower(8, 1, GQA(2), MLP(8), order=order), LM())
         assert start_of(config) == Start(scheme)
+
+
+def test_parts_that_are_made_by_themselves_start_small() -> None:
+    """Before a scheme draws them, or where none does: a deviation of 0.02, tables that are multiplied by sqrt(dim)
+    1 / sqrt(dim), tables of recurrent models within 0.1."""
+    moe, words = MoE(8, 2, 64).make(DIM), Tokens(200, types=100).make(DIM)
+    parts = [moe.gate, moe.up, moe.down, words.weight, words.types]
+    parts += [Learned(200).make(DIM).weight, T5Bias(50, 200).make().weight]  # type: ignore[list-item]
+    parts += [Patches(64, 4).make(DIM).position, make_head(LM(tied=False), DIM, 200).weight]  # type: ignore[list-item]
+    for part in parts:
+        assert part is not None and deviation(part) == pytest.approx(0.02, rel=0.04)
+    scaled = Tokens(200, scaled=True).make(DIM).weight
+    assert deviation(scaled) == pytest.approx(DIM**-0.5, rel=0.04)
+    pair: Any = Seq2SeqConfig(200, 300, 40).make()
+    for table in (pair.source.weight.detach(), pair.target.weight.detach()):
+        assert 0.0999 < float(table.max()) <= 0.1 and -0.0999 > float(table.min()) >= -0.1
