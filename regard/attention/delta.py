@@ -20,7 +20,10 @@ from regard.errors import UsageError
 from regard.layers import Add, RMSNorm
 from regard.mask import Causal, Documents
 
-CHUNK, FAR = 64, range(sys.maxsize)  # FAR: longer than any text, so that every rule of a mask binds
+# Tokens that are read at once, and so many of the last can be taken back: chosen for speed.
+CHUNK = 64
+# Longer than any text, so that every rule of a mask binds.
+FAR = range(sys.maxsize)
 
 
 @settings

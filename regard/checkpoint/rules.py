@@ -510,8 +510,8 @@ def _read_labels(theirs: Data, ours: Data) -> None:
 
 
 def _write_labels(ours: Data, theirs: Data) -> None:
-    labels = get(ours, "head.labels")
-    if labels is ABSENT or len(theirs.get("id2label") or {0: 0, 1: 1}) == labels:
+    labels, names = get(ours, "head.labels"), theirs.get("id2label")
+    if labels is ABSENT or (len(names) if names else 2) == labels:
         return
     theirs["id2label"] = {str(i): f"LABEL_{i}" for i in range(labels)}
     theirs["label2id"] = {f"LABEL_{i}": i for i in range(labels)}

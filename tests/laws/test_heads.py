@@ -1,6 +1,7 @@
 """MHA, GQA and MQA are one layer; the matrix form is the per-token sum; without positions, order does not matter."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -179,3 +180,10 @@ def test_self_attention_with_positions_is_not_permutation_equivariant(name: str)
     plain = attention(x, context(7, Full()))
     moved = attention(x[:, order], context(7, Full()))
     assert (moved - plain[:, order]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("context, keys", [(3, 3), (4, 4), (9, 4)])
+def test_work_of_a_query_is_scores_and_values_of_every_head(context: int, keys: int) -> None:
+    wide = GQA(6, 2, head_dim=5, value_dim=7)
+    assert replace(wide, window=4).make(DIM).flops(context) == 2 * keys * 6 * (5 + 7)
+    assert wide.make(DIM).flops(context) == 2 * context * 6 * (5 + 7)

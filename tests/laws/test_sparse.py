@@ -262,4 +262,5 @@ def test_dsa_over_mla_uses_the_query_latent_for_its_index_queries() -> None:
 def test_dsa_pays_for_the_index_of_all_keys_and_for_the_chosen(context: int, keys: int) -> None:
     """2 H D for each key, and 2 h (d + e) for each that is attended to."""
     dsa = DSA(GQA(3, head_dim=5, value_dim=7), index_heads=2, index_dim=6, topk=4).make(DIM)
+    assert dsa.dense(context) == (context == keys)
     assert dsa.flops(context) == 2 * context * 2 * 6 + 2 * keys * 3 * (5 + 7)

@@ -1,5 +1,7 @@
-"""What fine-tuning changes in a model, without a run: more labels, names for them, images of another size."""
+"""What fine-tuning changes in a model, without a run: more labels, names for them, images of another size, what LoRA
+starts as, and dropout that is taken out."""
 
+import copy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -8,9 +10,23 @@ import pytest
 import torch
 
 import regard
+from regard.attention import GQA
+from regard.block import Tower
 from regard.errors import UsageError
-from regard.layers import Classify, Tag
-from regard.models.adapt import class_names, labels, with_head, with_image_size, with_labels
+from regard.layers import LM, MLP, Classify, Tag
+from regard.models import Tokens, TransformerConfig
+from regard.models.adapt import (
+    LoRA,
+    LowRank,
+    class_names,
+    inject,
+    labels,
+    low_ranks,
+    with_head,
+    with_image_size,
+    with_labels,
+    without_dropout,
+)
 from regard.models.init import Start
 
 TEXT: dict[str, Any] = dict(dim=32, layers=1, heads=2, ffn_dim=16, vocab=50, max_len=40)
@@ -122,3 +138,40 @@ def test_narrow_positions_are_resized_in_float32_and_stay_narrow() -> None:
 def test_size_of_images_is_refused_by_what_reads_none() -> None:
     with pytest.raises(UsageError, match="this model reads no images: leave their size out"):
         with_image_size(regard.build("gpt2", **TEXT), 8)
+
+
+# --- LoRA and dropout ---------------------------------------------------------------------------------------------
+
+
+def test_lora_starts_within_one_over_the_root_of_the_inputs() -> None:
+    low = LowRank(torch.nn.Linear(400, 7), LoRA(64, 4.0))
+    assert 0.0499 < float(low.a.detach().max()) <= 0.05
+    assert -0.0499 > float(low.a.detach().min()) >= -0.05
+    assert low.a.shape == (64, 400) and low.b.shape == (7, 64) and not low.b.any()
+    for rslora, scale in ((False, 4 / 64), (True, 4 / 8)):
+        assert LoRA(64, 4.0, rslora=rslora).scale == scale
+
+
+def test_dropout_of_the_body_is_taken_out_and_that_of_lora_stays() -> None:
+    """The configs of its parts say so; that of the model, which is saved, does not."""
+    tower = Tower(8, 2, GQA(2, dropout=0.3), MLP(8, dropout=0.2), dropout=0.1)
+    model = TransformerConfig(Tokens(9, dropout=0.4), tower, LM()).make().train()
+    plain, ids = copy.deepcopy(model).eval(), torch.randint(9, (2, 5))
+    inject(model, ["tower.blocks.0.attention.wq"], LoRA(2, dropout=0.5))
+    assert without_dropout(model) and not without_dropout(model)
+    (low,) = low_ranks(model).values()
+    assert low.dropout.p == low.config.dropout == 0.5
+    rest = [m for m in model.modules() if isinstance(m, torch.nn.Dropout) and m is not low.dropout]
+    assert rest and not any(m.p for m in rest)
+    assert model.config == plain.config
+    torch.testing.assert_close(model(ids), plain(ids))  # in training; B is 0
+
+
+@pytest.mark.parametrize("part", ["embedding", "attention", "ffn", "tower"])
+def test_dropout_anywhere_is_found(part: str) -> None:
+    given = {part: 0.3}
+    attention, ffn = GQA(2, dropout=given.get("attention", 0.0)), MLP(8, dropout=given.get("ffn"))
+    tower = Tower(8, 1, attention, ffn, dropout=given.get("tower", 0.0))
+    tokens = Tokens(9, dropout=given.get("embedding", 0.0))
+    assert without_dropout(TransformerConfig(tokens, tower, LM()).make())
+    assert not without_dropout(TransformerConfig(Tokens(9), Tower(8, 1, GQA(2), MLP(8))).make())

@@ -242,6 +242,12 @@ def test_lm_flops_grow_with_context_only_with_attention():
     assert model.flops_per_token(9) == 2 * matrices + 2 * 9 * (6 + 6)
 
 
+def test_memory_costs_its_keys_and_its_states():
+    """Keys of the additive score are as wide as a state, all others are the states of the memory themselves."""
+    assert MemoryAttention("additive", 6, 10).flops(9) == 2 * 9 * (6 + 10)
+    assert MemoryAttention("bilinear", 6, 10).flops(9) == 2 * 9 * (10 + 10)
+
+
 # --- seq2seq ------------------------------------------------------------------------------------------------------
 
 

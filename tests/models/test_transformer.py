@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.attention import GQA, MLA, Context
+from regard.attention import DSA, GQA, MLA, Context
 from regard.block import Tower
 from regard.errors import UsageError
 from regard.fast.cpu import prepare
@@ -22,9 +22,10 @@ from regard.models import (
     Transformer,
     TransformerConfig,
 )
-from regard.models.base import last_real
+from regard.models.base import border, last_real
+from regard.models.recurrent import RecurrentConfig
 from regard.models.transformer import mean_real
-from regard.position import Learned, Rope, Sinusoidal
+from regard.position import Learned, LongRope, Rope, Sinusoidal
 from regard.see.probe import Probe
 
 FFN = MLP(16)
@@ -459,3 +460,20 @@ def test_mean_label_of_a_ragged_batch_is_that_of_each_row_alone() -> None:
     both = model(words, [6, 4])
     torch.testing.assert_close(both[1:], model(words[1:, :4]))
     torch.testing.assert_close(both[:1], model(words[:1]))
+
+
+def test_border_is_that_of_the_shortest_longrope() -> None:
+    """Whichever layer has it, and under the indexer of sparse attention too."""
+
+    def gqa(length: int | None) -> GQA:
+        long = None if length is None else LongRope((1.0, 1.5), (2.0, 3.0), length)
+        return GQA(2, rope=Rope(scaling=long))
+
+    plain = GQA(2, rope=Rope())
+    for attention, want in (
+        (plain, None), (GQA(2), None), (gqa(9), 9), ((gqa(9), plain), 9), ((plain, gqa(7)), 7),
+        ((gqa(9), gqa(7)), 7), (DSA(gqa(8), 2, 4, topk=3), 8),
+    ):  # fmt: skip
+        config = TransformerConfig(Tokens(11), Tower(8, 2, attention, FFN), LM())
+        assert border(config.make()) == want
+    assert border(RecurrentConfig(11, 6).make()) is None
