@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.attention import GQA
+from regard.attention import GQA, attend, core
 from regard.block import Tower
 from regard.layers import LM, MLP
-from regard.mask import Causal, Documents, Full, Mask, Prefix
+from regard.mask import Causal, Documents, Full, Mask, Prefix, Span, Visible
 from regard.models import Tokens, Transformer, TransformerConfig
 from regard.position import Alibi, Learned, LongRope, Rope, Sinusoidal, T5Bias
 from tests.laws.mechanisms import DIM, TIGHT, TOWERS, VOCAB, decoder, ids, stir
@@ -106,3 +106,47 @@ def test_packed_prefixes_are_those_of_each_document_alone(position: str) -> None
             here = doc[row] == number
             alone = model(x[row : row + 1, here], mask=Prefix(torch.tensor([2])))[0]
             torch.testing.assert_close(out[row, here], alone, **TIGHT)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_kernel_by_document_is_given_what_stands_for_the_mask(
+    causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's, on its definition: one document after the other. It is left out where it lacks a word for something."""
+    calls: list[int] = []
+
+    def one_by_one(
+        q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, causal: bool, scale: float
+    ) -> Tensor:
+        q, k, v = (x.transpose(1, 2).flatten(0, 1)[None] for x in (q, k, v))
+        mask, out = Causal() if causal else Full(), []
+        for begin, end in ends.unfold(0, 2, 1).tolist():
+            part, run = slice(begin, end), Span.run(0, end - begin)
+            seen = Visible(mask, run, run)
+            assert 0 < end - begin <= longest
+            out.append(attend(q[:, part], k[:, part], v[:, part], seen, scale=scale))
+        calls.append(len(ends) - 1)
+        return torch.cat(out, 1)[0].unflatten(0, (2, 14)).transpose(1, 2)
+
+    monkeypatch.setattr(core, "side_by_side", lambda q, v: True)
+    monkeypatch.setattr(core, "by_document", one_by_one)
+    (_, doc), run = packed(), Span.run(0, 14)
+    q, k, v = (torch.randn(2, 14, heads, 6).double() for heads in (4, 2, 2))
+    documents = Causal() & Documents(doc) if causal else Documents(doc)
+    mask, real = Visible(documents, run, run), (doc >= 0)[:, :, None, None]
+    for more in (
+        {},
+        {"scale": 0.3},
+        {"softcap": 2.0},
+        {"bias": torch.randn(2, 4, 14, 14).double()},
+    ):
+        found = attend(q, k, v, mask, **more)  # type: ignore[arg-type]
+        want = attend(q, k, v, mask.tensor(), backend="reference", **more)  # type: ignore[arg-type]
+        torch.testing.assert_close(found * real, want * real, **TIGHT)
+    # Without and with a scale; the documents of both rows, and the padding behind the second as one.
+    assert calls == [6, 6]
+    attend(q, k, v, mask, dropout=0.5)
+    attend(q, k, v, mask.tensor())
+    one = Documents(doc[:1])  # for both rows
+    attend(q, k, v, Visible(Causal() & one if causal else one, run, run))
+    assert calls == [6, 6]
