@@ -404,7 +404,7 @@ def adjusted(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tenso
         start, factor = columns["decay"].split(1, 1)
         grown = factor ** (count[:, None] - start).clamp(min=0) - 1
         # What is forbidden stays so.
-        rises = marked(columns["held"][:, 4:], logits.shape[1]) & logits.isfinite() & (grown != 0)
+        rises = marked(columns["held"][:, 4:], logits.shape[1]) & logits.isfinite()
         logits = torch.where(rises, logits + logits.abs() * grown, logits)
     if RENORMALIZE in columns:
         whole = logits.log_softmax(-1).masked_fill(logits == -torch.inf, -torch.inf)

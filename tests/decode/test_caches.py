@@ -202,6 +202,27 @@ def test_pages_that_ran_out_halfway_are_given_back() -> None:
     assert two.lengths.tolist() == [7, 7]
 
 
+def test_pool_forgets_the_states_that_nobody_used_the_longest() -> None:
+    """As few as make room, whatever each weighs; a key that nobody finds has none, and a page that is withdrawn loses
+    its own."""
+
+    def states(count: int) -> list[dict[str, torch.Tensor]]:
+        return [{}, {"h": torch.zeros(count - 1), "c": torch.zeros(1)}]
+
+    pool = Pool([CacheSpec({"k": (1,)})], 5, 2)
+    pool.room = 4 * 4
+    for page, key in zip((pool.take() for _ in range(4)), "abcd", strict=True):
+        pool.publish(page, key)
+    for key, count, kept in (
+        ("a", 3, "a"), ("b", 1, "ab"), ("c", 1, "bc"), ("b", 2, "cb"), ("d", 2, "bd"),
+        ("nobody's", 1, "bd"), ("a", 4, "a"), ("c", 5, ""), ("d", 1, "d"),
+    ):  # fmt: skip
+        pool.remember(key, states(count))
+        assert list(pool.states) == list(kept)
+    pool.withdraw(pool.published["d"])
+    assert not pool.states and pool.known(["d"]) == 0
+
+
 def test_pool_forgets_the_end_of_a_published_chain_first() -> None:
     cache = Paged(SPECS, 1, pages=4, page=2, dtype=torch.float64)
     append(cache, [6], 0)

@@ -52,6 +52,25 @@ def test_draft_changes_no_token(layout: str, temperature: float, draft_seed: int
     assert answers(big, None, plain, layout)[0] == answers(big, small, guessed, layout)[0]
 
 
+def test_generate_and_stream_guess_four_tokens_if_nobody_says_how_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    big, small = model(1, 2), model(2, 1)
+    asked, real = list[Settings](), Engine.submit
+
+    def submit(self: Engine, request: Request) -> int:
+        asked.append(request.settings)
+        assert self.draft is small
+        return real(self, request)
+
+    monkeypatch.setattr(Engine, "submit", submit)
+    for more in ({}, {"draft": 2}, {"invariant": True}):
+        regard.generate(big, [[5, 6]], draft_model=small, max_new_tokens=3, **more)
+    for more in ({}, {"draft": 2}):
+        list(regard.stream(big, [5, 6], draft_model=small, max_new_tokens=3, **more))
+    assert [s.draft for s in asked] == [4, 2, 4, 4, 2]
+
+
 def test_draft_that_is_right_saves_passes() -> None:
     big = model(1, 2)
     plain, guessed = Settings(max_new_tokens=20), Settings(max_new_tokens=20, draft=4)

@@ -11,8 +11,11 @@ import regard
 from regard.decode import sampler
 from regard.decode.engine import Engine
 from regard.decode.sequence import SLICE
-from regard.decode.settings import Result, Settings
+from regard.decode.settings import Request, Result, Settings
+from regard.errors import UsageError
 from tests.decode.test_laws import CLOSE, forced
+from tests.decode.test_window import LONGEST
+from tests.decode.test_window import made as windowed
 from tests.decode.tiny import VOCAB, full, model, prompts, request, run
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -176,6 +179,22 @@ def test_prompt_logprobs_survive_being_put_back(way: str) -> None:
                 break
         assert done[number].ids == want.ids
         assert done[number].prompt_logprobs == pytest.approx(want.prompt_logprobs, abs=CLOSE)
+
+
+def test_prompt_logprobs_of_a_prompt_that_fills_the_context() -> None:
+    """One longer is not read whole."""
+    m, s = windowed("rope"), Settings(max_new_tokens=2, overflow="crop", prompt_logprobs=True)
+    (prompt,) = prompts((LONGEST + 1,))
+    engine = Engine(m, page=4, pages=9)
+    engine.submit(Request(prompt[:-1], s))
+    ((result,),) = run(engine).values()
+    with torch.no_grad():
+        logp = m(torch.tensor([prompt[:-1]]))[0].log_softmax(-1)
+    want = [float(logp[i, token]) for i, token in enumerate(prompt[1:-1])]
+    assert result.prompt_logprobs == [None, *(pytest.approx(x, abs=CLOSE) for x in want)]
+    says = f"read whole, and {LONGEST + 1} tokens are more than the model's context of {LONGEST}"
+    with pytest.raises(UsageError, match=says):
+        engine.submit(Request(prompt, s))
 
 
 def test_prompt_logprobs_of_beams_and_in_generate() -> None:

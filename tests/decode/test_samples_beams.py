@@ -10,7 +10,7 @@ from regard.decode.beam import Group, Search, Shape
 from regard.decode.engine import Engine
 from regard.decode.runners.rows import PlainBatch
 from regard.decode.sequence import Sequence
-from regard.decode.settings import Settings
+from regard.decode.settings import Result, Settings
 from regard.decode.sources import sources
 from tests.decode.tiny import (
     VOCAB,
@@ -167,6 +167,46 @@ def test_beams_of_different_settings_share_their_passes() -> None:
         assert counted.passes <= 9 + (late + 1 if late else 0)
         alone = [answers("gqa_rope", [one])[0] for one in asked]
         assert [[r.ids for r in found[i]] for i in range(9)] == alone
+
+
+@pytest.mark.parametrize("runner", ["torch", "graph"])
+def test_log_probabilities_of_beams_are_each_requests_own(runner: str) -> None:
+    """Renormalised or the model's, beside each other; bias and bans change the score of a text alone."""
+    common = {"max_new_tokens": 6, "beams": 3, "n_best": 3, "banned": (7, 8), "eos": (3,)}
+    kinds = [{}, {"renormalize_logits": True}, {"logit_bias": ((6, 3.0), (2, -1.0))}]
+    kinds.append(kinds[1] | kinds[2])
+    asked = [(p, Settings(**common | kind)) for p, kind in zip(prompts([4] * 4), kinds)]
+
+    def found(some: list[tuple[list[int], Settings]]) -> list[list[Result]]:
+        engine = Engine(model("gqa_rope"), page=4, pages=200, runner=runner)
+        for prompt, settings in some:
+            engine.submit(request("gqa_rope", prompt, settings))
+        return list(run(engine).values())
+
+    for (prompt, s), together in zip(asked, found(asked), strict=True):
+        for r, alone in zip(together, found([(prompt, s)])[0], strict=True):
+            with torch.no_grad():
+                logits = model("gqa_rope")(torch.tensor([prompt + r.ids]))[0, len(prompt) - 1 :]
+            logits = logits[: len(r.ids)]
+            logp = logits.log_softmax(-1)
+            if s.renormalize_logits:
+                for token, bias in (*s.logit_bias, *((i, -torch.inf) for i in s.banned)):
+                    logp[:, token] += bias
+                logp = logp.log_softmax(-1)
+            want = [float(logp[i, token]) for i, token in enumerate(r.ids)]
+            assert r.logprobs == pytest.approx(want, abs=1e-6)
+            assert (r.ids, r.logprobs) == (alone.ids, pytest.approx(alone.logprobs, abs=1e-6))
+            assert r.score == pytest.approx(alone.score, abs=1e-6)
+
+
+@pytest.mark.parametrize("size", [200, 256, 300])
+def test_beams_of_a_long_prompt_have_places_in_a_graph(size: int) -> None:
+    """A runner's first table is of 256 tokens, and a search's too."""
+    (prompt,) = prompts((size,))
+    long, short = Settings(max_new_tokens=70, beams=2), Settings(max_new_tokens=3, beams=2)
+    asked = [([1, 2], short), (prompt, long)]
+    how: dict[str, Any] = {"page": 16, "pages": 100}
+    assert answers("gqa_rope", asked, runner="graph", **how) == answers("gqa_rope", asked, **how)
 
 
 def test_samples_and_beams_are_rows_of_one_lane() -> None:

@@ -1,5 +1,6 @@
 """The choice of a token: its distribution, its random numbers, its filters and penalties."""
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from regard.decode.filters import min_p, top_k, top_p
 from regard.decode.sampler import Sampler
-from regard.decode.sampling import adjusted, draw, greedy, repeat, uniform, uses
+from regard.decode.sampling import adjusted, draw, greedy, repeat, uniform, used_by, uses
 from regard.decode.sequence import Sequence
 from regard.decode.settings import Request, Settings
 from regard.errors import UsageError
@@ -369,6 +370,48 @@ def test_forced_token_comes_whatever_is_probable() -> None:
     assert chosen(
         logits, [Settings(forced_first=8), Settings(forced_first=9, temperature=1.0)]
     ) == [8, 9]
+
+
+def test_ends_become_more_probable_in_the_rows_that_ask_for_it() -> None:
+    """By |logit| (factor ** tokens since - 1), from the token on that it begins with. A neighbour has an end token too,
+    and another that must wait for it."""
+    decay, ends = (2, 1.5), (1, 3)
+    each = [
+        Settings(eos=ends, exponential_decay_length_penalty=decay),
+        Settings(eos=ends),
+        Settings(eos=ends, min_new_tokens=4),
+        Settings(eos=(2,), exponential_decay_length_penalty=decay, banned=(2,)),
+    ]
+    logits = random_logits(1, 5, seed=3)
+    for said in range(6):
+        made = lane(each)
+        columns = made.columns(5, torch.device("cpu"))
+        used = frozenset({"decay", "held", "bias"})
+        count = torch.full((4,), said)
+        got = adjusted(logits.expand(4, -1), columns.at(slice(None), used), count)
+        want = logits.repeat(4, 1)
+        want[0, [1, 3]] += want[0, [1, 3]].abs() * (1.5 ** max(0, said - 2) - 1)
+        want[2, [1, 3]] = want[2, [1, 3]].where(torch.tensor(said >= 4), -torch.inf)
+        want[3, 2] = -torch.inf
+        torch.testing.assert_close(got, want)
+
+
+def test_a_row_is_held_where_an_end_must_wait_or_a_token_is_prescribed() -> None:
+    """Of the tokens from one number to another; elsewhere its choice does not wait for that."""
+    for kind in (
+        {}, {"min_new_tokens": 3}, {"forced_first": 2}, {"forced_last": 4},
+        {"forced_first": 0, "forced_last": 0},
+    ):  # fmt: skip
+        s = Settings(max_new_tokens=6, eos=(1,), presence_penalty=1.0, **kind)
+        for first, last in itertools.combinations_with_replacement(range(6), 2):
+            must = [
+                n < s.min_new_tokens
+                or (n == 0 and s.forced_first is not None)
+                or (n == 5 and s.forced_last is not None)
+                for n in range(first, last + 1)
+            ]
+            want = {"presence_penalty", "held"} if any(must) else {"presence_penalty"}
+            assert used_by(s, first, last) == want, (kind, first, last)
 
 
 def test_end_token_waits_for_the_least_length() -> None:

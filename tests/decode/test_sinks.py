@@ -171,6 +171,7 @@ def test_where_tokens_cannot_move_the_window_is_read_anew(name: str) -> None:
     assert not streams(model)
     for prompt in prompts((3, L + 4)):
         (r,) = served(model, [prompt], 9)
+        assert len(r.ids) == 9
         text = list(prompt)
         for token in r.ids:
             window = text if len(text) <= L else text[:FIRST] + text[FIRST - L :]

@@ -31,9 +31,11 @@ def ask(engine: Engine, prompt: list[int], new: int = 1, **more: Any) -> list[in
     return run(engine).popitem()[1][0].ids
 
 
-def fed_by(*asked: tuple[list[int], int], **options: Any) -> tuple[list[int], list[list[int]]]:
+def fed_by(
+    *asked: tuple[list[int], int], net: Any = None, **options: Any
+) -> tuple[list[int], list[list[int]]]:
     """Tokens fed for each (prompt, new tokens), one after the other in one engine, and the answers."""
-    counted = Counted(model(NAME))
+    counted = Counted(net or model(NAME))
     engine = Engine(counted, **{"page": 4, "pages": 60} | options)
     fed, texts = [], []
     for prompt, new in asked:
@@ -96,6 +98,15 @@ def test_prefix_begins_where_two_texts_parted() -> None:
     fed, texts = fed_by((a, 2), *((o, 2) for o in others))
     assert fed == [22, 20, 20 - 12, 20 - 12]
     assert texts == fed_by((a, 2), *((o, 2) for o in others), prefix=False)[1]
+
+
+@pytest.mark.parametrize("chunk", [512, 97, 96, 95, 94])
+def test_a_call_ends_where_two_texts_parted(chunk: int) -> None:
+    """However far the second goes on: no call takes that many tokens back."""
+    a, b = prompts((120,))[0], prompts((80,), 1)[0]
+    others = [[*a[:97], (a[97] + i) % VOCAB, *b] for i in (1, 2)]
+    fed, _ = fed_by((a, 1), *((o, 1) for o in others), net=hybrid(), pages=200, chunk=chunk)
+    assert fed == [120, 178, 178 - 96]
 
 
 def test_next_turn_of_a_chat_begins_with_the_answer() -> None:
