@@ -2,10 +2,34 @@
 
 import pytest
 import torch
+from torch import Tensor
 
-from regard.cache import LAYOUTS, CacheSpec
+from regard.cache import LAYOUTS, Cache, CacheSpec, Paged
 from regard.errors import UsageError
 from tests.marks import OPTIONS, SPECS, append, entries, held, layouts, make, marks
+
+
+@layouts
+def test_new_cache_holds_nothing(layout: str) -> None:
+    cache = make(layout)
+    assert held(cache) == [{}, {}] and cache.span.size == 0 and cache.even == 0
+    branch = cache.fork(torch.tensor([1]))
+    append(branch, 2)
+    assert held(branch) == [marks(0, 2)] and held(cache) == [{}, {}]
+
+
+@layouts
+def test_cache_of_no_rows_goes_on_with_those_that_join(layout: str) -> None:
+    """As when all are done and others come."""
+    cache = make(layout)
+    append(cache, 4, [4, 2])
+    empty = cache.take(torch.tensor([], dtype=torch.long))
+    assert held(empty) == [] and empty.even == 0
+    new = make(layout, pool=cache.pool) if isinstance(cache, Paged) else make(layout)
+    append(new, 3)
+    both = empty.join(new)
+    append(both, 1)
+    assert held(both) == [marks(0, 4), marks(1, 4)]
 
 
 @layouts
@@ -54,9 +78,10 @@ def test_append_with_full_lengths_counts_as_even(layout: str) -> None:
 
 
 @layouts
-def test_unwritten_slots_are_zero_and_have_no_position(layout: str) -> None:
+@pytest.mark.parametrize("lengths", [[3, 1], [3, 0]])
+def test_unwritten_slots_are_zero_and_have_no_position(layout: str, lengths: list[int]) -> None:
     cache = make(layout)
-    append(cache, 3, [3, 1])
+    append(cache, 3, lengths)
     stored, span = cache._read(1), cache.span
     empty = (span.index < 0).expand(2, -1)
     assert empty.any() and (stored["latent"][empty] == 0).all()
@@ -127,6 +152,7 @@ def test_fork_of_ragged_rows_keeps_their_lengths(layout: str) -> None:
     append(cache, 4, [4, 2])
     branch = cache.fork(torch.tensor([1, 1]))
     assert branch.lengths.tolist() == [2, 2] and held(branch) == [marks(1, 2), marks(1, 2)]
+    assert branch.even == 2
 
 
 @layouts
@@ -207,6 +233,53 @@ def test_state_cannot_be_rewound(layout: str) -> None:
     cache.begin(2)
     with pytest.raises(UsageError, match="recurrent state cannot be rewound"):
         cache.rewind(1)
+    cache.rewind(0)
+    assert cache.lengths.tolist() == [2, 2]
+
+
+@layouts
+def test_state_takes_back_what_the_last_call_fed(layout: str) -> None:
+    """Up to `back` tokens of each row, in several steps, whichever rows a fork goes on with."""
+    spec = CacheSpec(state={"h": (1,)}, back=3)
+    cache = LAYOUTS[layout]([spec], 2, **OPTIONS.get(layout, {}))
+
+    def feed(cache: Cache, size: int, lengths: list[int]) -> None:
+        """A state tells its row and how many tokens it has read."""
+        before = cache.layer(0).state["h"]
+        cache.begin(size, torch.tensor(lengths))
+
+        def past(rows: Tensor, n: Tensor) -> dict[str, Tensor]:
+            return {"h": before[rows] + n[:, None]}
+
+        cache.layer(0).put({"h": before + torch.tensor(lengths)[:, None]}, past)
+
+    def states(cache: Cache) -> list[float]:
+        return cache.layer(0).state["h"][:, 0].tolist()
+
+    cache.layer(0).state["h"] += torch.tensor([[10.0], [20.0]])
+    feed(cache, 4, [4, 2])
+    assert states(cache) == [14, 22]
+    for drop in ([4, 0], [0, 3]):
+        with pytest.raises(UsageError, match="takes back what the last call fed, 3 tokens at most"):
+            cache.past(torch.tensor([0, 1]), torch.tensor(drop))
+    branch = cache.fork(torch.tensor([1, 0, 0])).fork(torch.tensor([2, 0, 1]))
+    branch.rewind(torch.tensor([1, 1, 3]))
+    assert states(branch) == [13, 21, 11] and branch.lengths.tolist() == [3, 1, 1]
+    branch.rewind(torch.tensor([2, 1, 0]))
+    assert states(branch) == [11, 20, 11]
+    cache.rewind(torch.tensor([3, 2]))
+    assert states(cache) == [11, 20]
+    feed(cache, 1, [1, 1])
+    cache.rewind(1)
+    assert states(cache) == [11, 20] and cache.lengths.tolist() == [1, 0]
+    with pytest.raises(UsageError, match="what the last call fed"):
+        cache.rewind(torch.tensor([1, 0]))
+    # Of rows that joined nothing can be taken back.
+    feed(cache, 1, [1, 1])
+    both = cache.join(cache.fork(torch.tensor([1, 0])))
+    assert states(both) == [12, 21, 21, 12]
+    with pytest.raises(UsageError, match="what the last call fed"):
+        both.rewind(1)
 
 
 @layouts

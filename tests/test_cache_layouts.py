@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from regard.cache import Contiguous, Paged, Ring
+from regard.cache import FIRST, Contiguous, OutOfPages, Paged, Ring, Sinks
+from regard.cache.paged import LARGE, untouched
 from regard.errors import UsageError
 from tests.marks import SPECS, append, held, make, marks
 
@@ -85,6 +86,89 @@ def test_ring_that_never_wrapped_rewinds_to_the_start() -> None:
     cache.rewind(6)
     append(cache, 2)
     assert held(cache) == [marks(0, 2)]
+
+
+def test_ring_that_is_just_full_rewinds_to_the_start() -> None:
+    """Nothing is overwritten yet; with one token more the first is, which one at place 4 would see."""
+    cache = Ring(SPECS, 1, window=5, chunk=3)
+    for size in (3, 3, 1):
+        append(cache, size)
+    cache.rewind(7)
+    assert held(cache) == [{}]
+    for size in (3, 3, 2):
+        append(cache, size)
+    with pytest.raises(UsageError, match="overwritten"):
+        cache.rewind(4)
+    cache.rewind(3)
+    append(cache, 2)
+    assert all(held(cache)[0][p] == p + 1 for p in range(1, 7))
+
+
+def test_rows_of_a_ring_remember_how_long_they_were() -> None:
+    """Whatever rows go on, and beside whom."""
+    cache = Ring(SPECS, 2, window=5, chunk=3)
+    for lengths in ([3, 3], [3, 1], [3, 0], [3, 0]):
+        append(cache, 3, lengths)
+    rows = torch.tensor([1, 0])
+    for new in (cache.fork(rows), cache.take(rows)):
+        new.fork(torch.tensor([0])).rewind(4)
+        new.rewind(torch.tensor([0, 3]))
+        with pytest.raises(UsageError, match="overwritten"):
+            new.rewind(torch.tensor([0, 1]))
+        both = new.join(Ring(SPECS, 1, window=5, chunk=3))
+        assert both.lengths.tolist() == [4, 9, 0]
+        with pytest.raises(UsageError, match="overwritten"):
+            both.rewind(torch.tensor([0, 1, 0]))
+
+
+# --- sinks --------------------------------------------------------------------------------------------------------
+
+
+def sinks(batch: int, window: int = 6) -> Sinks:
+    """With a layer that keeps as `tests/marks.py` has it: nothing is turned."""
+    return Sinks(SPECS, batch, window=window)
+
+
+@pytest.mark.parametrize("window", [1, FIRST, FIRST + 1])
+def test_sinks_have_room_for_others_too(window: int) -> None:
+    if window > FIRST:
+        assert sinks(1, window).capacity == 2 * window
+        return
+    with pytest.raises(UsageError, match="holds nothing"):
+        sinks(1, window)
+
+
+def test_sinks_show_the_first_tokens_and_the_last() -> None:
+    """At neighbouring places, for rows of any length; when the room for two windows is full, what is still seen goes to
+    its front."""
+    cache, texts = sinks(2), list[list[int]]([[], []])
+
+    def feed(lengths: list[int]) -> None:
+        """Tokens that are marked with their number."""
+        size = max(lengths)
+        cache.begin(size, torch.tensor(lengths))
+        mark = torch.tensor([[len(text) + i for i in range(size)] for text in texts]).float()
+        for i, spec in enumerate(SPECS):
+            each = {n: mark.view(2, size, *[1] * len(s)) for n, s in spec.token.items()}
+            cache.layer(i).keep(**{n: x.expand(-1, -1, *spec.token[n]) for n, x in each.items()})
+        for text, n in zip(texts, lengths, strict=True):
+            text += range(len(text), len(text) + n)
+
+    def shown() -> None:
+        for text, found in zip(texts, held(cache), strict=True):
+            seen = text if len(text) <= 6 else text[:FIRST] + text[FIRST - 6 :]
+            assert list(found.values()) == seen
+            assert list(found) == list(range(max(found) - len(seen) + 1, max(found) + 1))
+
+    for lengths in ([6, 3], *[[1, 1]] * 5, [0, 1], *[[1, 1]] * 14, *[[1, 0]] * 9):
+        feed(lengths)
+        shown()
+        if lengths == [6, 3]:
+            cache.rewind(torch.tensor([1, 0]))
+            texts[0].pop()
+    rows = torch.tensor([1, 0])
+    for new in (cache.fork(rows), cache.take(rows)):
+        assert held(new) == held(cache)[::-1]
 
 
 # --- paged --------------------------------------------------------------------------------------------------------
@@ -177,6 +261,36 @@ def test_paged_out_of_pages_while_copying_keeps_the_counts_right() -> None:
     assert cache.users == [1, 1] and held(cache) == [marks(0, 4)]
 
 
+def test_paged_out_of_pages_past_the_width_of_the_table() -> None:
+    """A row has taken a page that the table had no place for when another finds none."""
+    cache = paged(pages=3, page=128)
+    append(cache, 128)
+    with pytest.raises(OutOfPages):
+        cache.begin(1)
+    assert held(cache) == [marks(0, 128), marks(1, 128)] and cache.users == [1, 1, 0]
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_paged_table_grows_with_the_text(page: int) -> None:
+    """Past the places that it has at first, and past twice as many."""
+    cache = paged(1, pages=600 // page, page=page)
+    for size in (100, 28, 1, 127, 1, 200):
+        append(cache, size)
+        assert held(cache) == [marks(0, int(cache.lengths))]
+        assert cache.table[0, : len(cache.tables[0])].tolist() == cache.tables[0]
+
+
+def test_paged_row_adopts_beside_others() -> None:
+    cache = paged(1, pages=6)
+    append(cache, 6)
+    cache.publish(0, ["a", "b"])
+    one, two = (Paged(SPECS, batch, pool=cache.pool) for batch in (1, 2))
+    assert one.adopt(0, ["a", "b"]) == two.adopt(1, ["a", "b"]) == 6
+    assert one.even == 6 and two.even is None
+    assert held(one) == [marks(0, 6)] and held(two) == [{}, marks(0, 6)]
+    assert two.adopt(0, ["a", "b"]) == 6 and two.even == 6
+
+
 @pytest.mark.parametrize("back", [1, 2, 3])
 def test_paged_write_after_rewind_leaves_what_was_published_true(back: int) -> None:
     """Publish two pages, rewind into the second, write other tokens, adopt: the first page alone is found."""
@@ -208,6 +322,15 @@ def test_paged_write_into_a_page_that_was_adopted_leaves_it_to_the_others() -> N
 
 
 # --- bytes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [3, LARGE // 4 - 1, LARGE // 4, LARGE // 4 + 5])
+def test_memory_of_a_pool_is_zero_and_aligned(size: int) -> None:
+    x = untouched((size, 1), "cpu", torch.float32)
+    assert x.shape == (size, 1) and x.dtype == torch.float32 and x.data_ptr() % 64 == 0
+    assert not x.count_nonzero()
+    x[0], x[-1] = 1, 2
+    assert x.sum() == 3
 
 
 def test_ring_and_pages_hold_less_than_the_text() -> None:

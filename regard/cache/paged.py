@@ -18,7 +18,7 @@ from regard.mask import Span
 # Tokens that a block table has places for at first, chosen for speed: steps over one of the same width are recorded
 # once.
 WIDTH = 128
-LARGE = 2**25  # bytes that an allocator gets from the system each time
+LARGE = 2**25  # bytes that an allocator gets from the system each time; chosen for speed
 
 
 class Pool(PagePool):
@@ -134,10 +134,9 @@ class Paged(Cache):
                 if more and place < have and (copy := table.own(place)):
                     copies.append(copy)
                     self._edits[row, place] = copy[1]
-                if have * self.page < length + more:
-                    table.reserve(length + more)
-                    fresh += table[have:]
-                    self._edits |= table.edits(row, have)
+                table.reserve(length + more)
+                fresh += table[have:]
+                self._edits |= table.edits(row, have)
         except OutOfPages:  # what was taken goes back
             self._trim()
             self._lay()
@@ -205,10 +204,10 @@ class Paged(Cache):
         new = self._branch(rows, self._fork_cross(rows, moved=True))
         uses, first = Counter(rows.tolist()), common // self.page
         for row, table in enumerate(self.tables):
-            if uses[row] > 1:
-                table.hold(uses[row] - 1, first)
-            elif not uses[row]:
+            if not uses[row]:
                 table.trim(first * self.page)
+            elif copies := uses[row] - 1:
+                table.hold(copies, first)
             table.clear()
         return new
 
@@ -242,7 +241,7 @@ def untouched(
 ) -> Tensor:
     """Zeros; in a CPU's memory those that the system gives when they are first used, so that a large pool costs what is
     held of it. Small ones are given by the process, which has used them before: that is faster."""
-    like = torch.empty(0, device=device, dtype=dtype)
+    like = torch.empty((), device=device, dtype=dtype)
     size = math.prod(shape) * like.element_size()
     if not like.is_cpu or size < LARGE:
         return like.new_zeros(shape)

@@ -204,10 +204,10 @@ class Sinks(Contiguous):
         self.even = _common(self.lengths)
 
     def _positions(self) -> Span:
-        last = int(self.lengths.max()) if self.batch else 0
-        if last <= self.size:
+        past = self._past[:, None]
+        if not bool(past.any()):
             return super()._positions()
-        slot, past = torch.arange(last, device=self.device)[None], self._past[:, None]
+        slot = torch.arange(int(self.lengths.max()), device=self.device)[None]
         seen = (slot < self.lengths[:, None]) & ((slot < FIRST) | (slot >= past + FIRST))
         return Span(torch.where(seen, torch.where(slot < FIRST, slot + past, slot), -1))
 
