@@ -90,7 +90,7 @@ def beam_search(
 
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 ENCODER = "encoder_repetition_penalty"
-MOST_ENDS = 16  # end tokens of a row that may have to go on
+MOST_ENDS = 16  # end tokens of a row that may have to go on, chosen for speed
 MASK = "mask"  # some row has one
 RULES = "rules"  # some row's next token depends on runs of tokens in its text: see `ruled`
 RENORMALIZE = (
