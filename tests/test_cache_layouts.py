@@ -333,6 +333,12 @@ def test_memory_of_a_pool_is_zero_and_aligned(size: int) -> None:
     assert x.sum() == 3
 
 
+def test_memory_of_a_large_pool_is_counted_in_bytes() -> None:
+    """Most of it is never touched."""
+    x = untouched((2 * LARGE, 1), "cpu", torch.float16)
+    assert x.shape == (2 * LARGE, 1) and x[-1] == 0
+
+
 def test_ring_and_pages_hold_less_than_the_text() -> None:
     ring = Ring(SPECS, 1, window=4, chunk=1, dtype=torch.float16)
     for _ in range(50):

@@ -143,7 +143,7 @@ def check_pages(request: Request, pool: Pool, model: Any, source: int, apart: bo
     need = source + shared + s.rows * own
     if need > have:
         rows = "" if s.rows == 1 else f" in {s.rows} rows"
-        rows += f" and a source of {source} pages" if request.source is not None and source else ""
+        rows += f" and a source of {source} pages" if source else ""
         raise UsageError(
             f"{len(request.ids)} + {s.max_new_tokens} tokens{rows} need {need} pages of {page}, the pool has "
             f"{have}; shorten the request, or make more pages"

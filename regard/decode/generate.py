@@ -167,7 +167,7 @@ def stream(
     if job.settings.rows > 1:
         raise UsageError("a stream is one answer; leave beams and samples out")
     (request,) = job.requests(prompt)
-    engine = engine_for(model, [request], 1, None, draft_model)
+    engine = engine_for(model, [request], None, None, draft_model)
     engine.submit(request)
     pieces = []
     for event in engine.run():

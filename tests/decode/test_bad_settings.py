@@ -7,13 +7,14 @@ import torch
 
 from regard.attention import GQA
 from regard.block import Tower
+from regard.cache import FIRST
 from regard.decode.engine import Engine
 from regard.decode.settings import DEFAULTS, ELSEWHERE, Request, Settings
-from regard.errors import UsageError
+from regard.errors import Notice, UsageError
 from regard.layers import LM, MLP
 from regard.models import Tokens, TransformerConfig
 from regard.position import Learned
-from tests.decode.tiny import VOCAB, model, request
+from tests.decode.tiny import VOCAB, model, request, run
 
 NAN, INF = float("nan"), float("inf")
 HUGE = 10**400  # more than any float holds
@@ -73,7 +74,31 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": [4]}, "logit_bias is {token: bias, ...}"),
     ({"logit_bias": {"x": 1.0}}, "'x' is not a token id"),
     ({"temprature": 1.0}, "no setting 'temprature'; did you mean 'temperature'"),
+    ({"typical_p": 0.5}, "no setting 'typical_p'; it is gone: give top_p or min_p"),
+    ({"num_beam_groups": 2}, "it is gone: beams do not avoid each other; draw samples"),
+    ({"renormalize_logits": 1}, "renormalize_logits is 1; give True or False"),
+    ({"begin_suppress_tokens": 3}, "begin_suppress_tokens is 3; give a list of token ids"),
+    ({"forced_last": 1.0}, "1.0 is not a token id"),
+    ({"banned": [True]}, "True is not a token id"),
 ]
+BAD += [
+    ({"logit_bias": given}, "logit_bias is {token: bias, ...}, each bias a number from -1e9")
+    for given in ({4: 1.1e9}, {4: -1.1e9}, {4: True}, {4: "much"}, [(4, 1.0), (4, 1.0, 2)], [(4,)])
+]
+BAD += [
+    ({"sequence_bias": given}, "sequence_bias has .*; give {\\(id, id, ...\\): bias, ...}, each bias")
+    for given in (
+        {(4, 5): INF}, {(4, 5): NAN}, {(4, 5): 1.1e9}, {(4, 5): -1.1e9}, {(4, 5): True}, {(): 1.0}, {4: 1.0},
+        [4], [((4, 5),)], [((4, 5), 1.0, 2.0)], [((4, 5), 1.0), ((4, 5), "much")],
+    )
+]  # fmt: skip
+BAD += [
+    ({"exponential_decay_length_penalty": given}, "is .*; give \\(tokens before it begins, factor\\)")
+    for given in (
+        3, (3,), (3, 1.5, 2), (-1, 1.5), (1_000_001, 1.5), (3.0, 1.5), (True, 1.5), (3, 0), (3, -0.5), (3, 100.5),
+        (3, "much"), (3, NAN),
+    )
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -104,6 +129,19 @@ def test_names_of_other_libraries_are_not_ours() -> None:
 def test_settings_at_their_limits_are_taken() -> None:
     Settings(temperature=100.0, top_p=0.0, min_p=1.0, seed=-(2**63), samples=1024, lookup=64)
     Settings(beams=1024, n_best=1024, length_penalty=-100.0)
+    Settings(max_new_tokens=1_000_000, min_new_tokens=1_000_000, top_logprobs=20, min_p=0)
+    Settings(logit_bias=((0, 1e9), (1, -1e9)), sequence_bias=(((0,), -1e9), ((1, 0), -INF)))
+    for decay in ((0, 100), (1_000_000, 1e-9)):
+        Settings(exponential_decay_length_penalty=decay)
+
+
+def test_sequences_may_be_lists_and_settings_have_no_others() -> None:
+    s = Settings.of({"sequence_bias": [[[4, 5], 1.0], [[6], -2]]})
+    assert s.sequence_bias == (((4, 5), 1.0), ((6,), -2))
+    with pytest.warns(Notice, match="called overflow='error' now"):
+        assert Settings.of({"overflow": "refuse"}).overflow == "error"
+    with pytest.raises(AttributeError, match="Settings has no heat"):
+        _ = s.heat
 
 
 # --- requests -----------------------------------------------------------------------------------------------------
@@ -114,7 +152,15 @@ def test_settings_at_their_limits_are_taken() -> None:
     [
         ([], {}, "the prompt is empty; give at least one token"),
         ([1, VOCAB], {}, f"token {VOCAB} is outside the vocabulary \\(0 to {VOCAB - 1}\\)"),
+        ([0, VOCAB - 1, VOCAB], {}, f"token {VOCAB} is outside the vocabulary"),
         ([-1], {}, "token -1 is outside the vocabulary"),
+        ([1], {"sequence_bias": (((3, 79), 1.0),)}, "token 79 is outside the vocabulary"),
+        ([1], {"begin_suppress_tokens": (80,)}, "token 80 is outside the vocabulary"),
+        (
+            [1],
+            {"banned": tuple(range(1, VOCAB)), "eos": (0,), "min_new_tokens": 1},
+            f"all {VOCAB} tokens are banned; leave at least one",
+        ),
         ([1.0], {}, f"token 1.0 is no whole number; give ids from 0 to {VOCAB - 1}"),
         ([True], {}, "token True is no whole number"),
         ([1], {"eos": (99,)}, "token 99 is outside the vocabulary"),
@@ -161,8 +207,51 @@ def test_request_over_the_context_says_both_numbers_and_the_ways_out() -> None:
         )
         with pytest.raises(UsageError, match=says):
             engine.submit(Request([1] * 10, Settings(max_new_tokens=7)))
-        with pytest.raises(UsageError, match="shorten the prompt, or go on with 16 tokens"):
-            engine.submit(Request([1] * 20, Settings(max_new_tokens=1)))
+        for size in (16, 20):
+            with pytest.raises(UsageError, match="shorten the prompt, or go on with 16 tokens"):
+                engine.submit(Request([1] * size, Settings(max_new_tokens=1)))
+        with pytest.raises(UsageError, match="ask for at most 1 new tokens, or go on with 16"):
+            engine.submit(Request([1] * 15, Settings(max_new_tokens=2)))
+
+
+def test_an_end_may_be_all_that_is_left() -> None:
+    engine = Engine(model("gqa_rope"))
+    s = Settings(banned=tuple(range(1, VOCAB)), eos=(0,))
+    engine.submit(Request([1], s))
+    ((result,),) = run(engine).values()
+    assert result.ids == [] and result.finish == "eos"
+
+
+def test_request_that_fills_a_pool_beside_its_source() -> None:
+    """A text of 63 tokens is 16 pages, the last one is not kept; a source of 20 takes five."""
+    source, s = torch.arange(20) % VOCAB, Settings(max_new_tokens=63)
+    Engine(model("twin"), page=4, pages=21).submit(Request([0], s, source=source))
+    says = "1 \\+ 63 tokens and a source of 5 pages need 21 pages of 4, the pool has 20"
+    with pytest.raises(UsageError, match=says):
+        Engine(model("twin"), page=4, pages=20).submit(Request([0], s, source=source))
+
+
+@pytest.mark.parametrize("name", ["pair", "twin"])
+def test_source_as_long_as_the_context_is_read(name: str) -> None:
+    engine, s = Engine(model(name), page=4, pages=40), Settings(max_new_tokens=2)
+    engine.submit(Request([1], s, source=torch.ones(64, dtype=torch.int32)))
+    ((result,),) = run(engine).values()
+    assert len(result.ids) == 2
+    says = "the source has 65 tokens, the model's context is 64; shorten it"
+    with pytest.raises(UsageError, match=says):
+        engine.submit(Request([1], s, source=torch.ones(65, dtype=torch.long)))
+
+
+def test_sinks_need_a_context_of_one_token_more() -> None:
+    tower = Tower(8, 1, GQA(2), MLP(8))
+    for longest in (FIRST, FIRST + 1):
+        engine = Engine(TransformerConfig(Tokens(9, Learned(longest)), tower, LM()).make())
+        asked = Request([1], Settings(max_new_tokens=9, overflow="sinks"))
+        if longest > FIRST:
+            engine.submit(asked)
+            continue
+        with pytest.raises(UsageError, match="no room for 4 sinks"):
+            engine.submit(asked)
 
 
 @pytest.mark.parametrize(
@@ -208,8 +297,13 @@ def test_recurrent_model_refuses_to_speculate(name: str) -> None:
 
 
 def test_key_beyond_the_counter_is_refused() -> None:
-    with pytest.raises(UsageError, match="key is"):
-        Engine(model("gqa_rope")).submit(Request([1], key=2**60))
+    engine = Engine(model("gqa_rope"))
+    for key in (-(2**52) - 1, 2**52, 2**60):
+        with pytest.raises(UsageError, match="key is"):
+            engine.submit(Request([1], key=key))
+    for key in (-(2**52), 0, 2**52 - 1):
+        engine.submit(Request([1], Settings(max_new_tokens=2, temperature=1.0), key=key))
+    assert len(run(engine)) == 3
 
 
 def test_bad_request_leaves_the_engine_as_it_was() -> None:

@@ -255,6 +255,38 @@ def test_pages_are_enough_for_all_that_run_together(
     full(least.pool)
 
 
+@pytest.mark.parametrize(
+    "sizes, rows, kind, pages, batch",
+    [
+        # 17 tokens at most are 2 pages; the next power of two, so that the next call finds the same memory.
+        ([3, 11, 12], None, {}, 8, 3),
+        ([3, 11, 12], 2, {}, 8, 2),
+        ([11, 12], None, {"samples": 2, "temperature": 1.0}, 16, 4),
+        ([3], None, {"beams": 4}, 8, 4),
+        ([3] * 80, None, {"beams": 2}, 256, 128),
+    ],
+)
+def test_memory_of_a_graph_is_enough_for_all_that_run_together(
+    sizes: list[int], rows: int | None, kind: Any, pages: int, batch: int,
+    monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """But for a part that is left free, and no less than is worth asking for."""
+    asked, made = list[dict[str, Any]](), model("gqa_rope")
+    monkeypatch.setattr(module, "why_plain", lambda *_, **__: "")
+    monkeypatch.setattr(module, "Engine", lambda _, **how: asked.append(how))
+    job = Job(made, (), {"max_new_tokens": 6, "eos": (), **kind})
+    token = 8 * sum(spec.numbers() for spec in made.cache_specs())
+    for least, free, memory in (
+        (1, 10**12, pages * 16 * token),
+        (1, 1000, 900),
+        (10**9, 10**12, 10**9),
+    ):
+        monkeypatch.setattr(module, "LEAST", least)
+        monkeypatch.setattr(module, "free_memory", lambda _, free=free: free)
+        engine_for(made, job.requests([[1] * n for n in sizes]), rows, None, None)
+        assert asked.pop() == {"rows": batch, "page": 16, "memory": memory}
+
+
 def test_the_longest_are_served_first(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, real = list[int](), Engine.submit
 
