@@ -224,6 +224,8 @@ def test_nothing_is_lost_where_pages_are_short_and_steps_raise(seed: int) -> Non
         if scheduler.idle:
             break
     assert done.keys() == requests.keys() and pool.available == len(pool.users)
+    # Where as many rows are tried as ever, nothing is done otherwise than ever.
+    assert scheduler.careful == (scheduler.cap < scheduler.rows)
     for number, results in done.items():
         for result, ids in zip(results, whole(requests[number]), strict=False):
             assert result.ids == ids[: len(result.ids)]

@@ -1,5 +1,6 @@
 """Speculation by looking up: fewer passes, the same text."""
 
+import itertools
 from functools import cache
 from typing import Any
 
@@ -102,6 +103,22 @@ def test_row_looks_up_all_that_it_has_said() -> None:
         row.ids = list(said)
         assert row.guesses() == Index([5, 6, 7, *said]).after(3) and row.index is not None
         assert row.index.text == [5, 6, 7, *said]
+
+
+def test_a_row_guesses_no_more_than_it_may_say() -> None:
+    """One token is chosen; none lies outside the context, nor past the border of LongRoPE."""
+    for prompt, said, most, window, border in itertools.product(
+        (1, 6), (0, 3), (4, 9), (None, 9, 10), (None, 7, 9, 10)
+    ):
+        s = Settings(max_new_tokens=most)
+        row = Row(Request([1] * prompt, s), 0, [2] * said, window=window, border=border)
+        bounds = [most - said - 1]
+        bounds += [] if window is None else [window - prompt - said]
+        far = border is not None and prompt + said > border
+        bounds += [] if border is None or far else [border - prompt - said]
+        assert row.far == far and row.size == prompt + said
+        for wish in (0, 2, 20):
+            assert row.room(wish) == max(0, min(wish, *bounds))
 
 
 @pytest.mark.parametrize("setting", ["lookup", "draft"])

@@ -67,6 +67,25 @@ def test_a_model_that_drafts_for_itself_is_always_right() -> None:
     assert counted.passes == 1 + 20 // 5
 
 
+@layouts
+@pytest.mark.parametrize("name", ["gqa_rope", NAME])
+def test_each_row_has_as_many_right_guesses_as_it_asks_for(name: str, layout: str) -> None:
+    """Rows that ask for different numbers, come later and end earlier: as many steps as guesses make of each text."""
+    counted = Counted(model(name))
+    engine = Engine(counted, draft=model(name), layout=layout, page=4, pages=100)
+    # Of 7 steps, but for the one that ends after 2; the first token comes with the prompt.
+    asked = [(4, 5 * 7), (0, 2), (2, 3 * 7), (0, 7), (1, 2 * 7)]
+    for prompt, (draft, after) in zip(prompts((5, 4, 9, 3, 6)), asked, strict=True):
+        engine.submit(request(name, prompt, Settings(max_new_tokens=1 + after, draft=draft)))
+    engine.step()
+    # The prompt of this one is read after the first step of the others, and it ends with them.
+    late = Settings(max_new_tokens=1 + 4 * 6, draft=3)
+    engine.submit(request(name, prompts((7,), 1)[0], late))
+    found = [len(result.ids) for (result,) in run(engine).values()]
+    assert sorted(found) == sorted([1 + 4 * 6, *(1 + after for _, after in asked)])
+    assert counted.passes == 1 + 7 + 1
+
+
 def test_all_guesses_that_may_be_asked_for_can_be_taken_back() -> None:
     net, prompt = hybrid(), [*range(VOCAB)] * 4
     assert ask(Engine(net), prompt, 70, lookup=64) == ask(Engine(net), prompt, 70)
