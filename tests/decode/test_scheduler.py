@@ -245,3 +245,95 @@ def test_rows_are_tried_apart_until_the_one_at_fault_is_alone() -> None:
             found.append(scheduler.blame(short=False))
     # Of eight, four, two and one.
     assert found == [None, None, None, numbers[5]]
+
+
+# --- prompts are read a chunk at a time -----------------------------------------------------------------------------
+
+
+class Reading(Counting):
+    """Notes what is read together, as (number, tokens); `reads` are the lengths of sources."""
+
+    def __init__(self, chunk: int, sources: tuple[int, ...]):
+        super().__init__(None, False, chunk, None)
+        self.reads, self.passes = sources, list[list[tuple[int, int]]]()
+
+    def _source(self, slot: Slot) -> int:
+        number = slot.row.request.number
+        return self.reads[number] if self.reads and not slot.fed else 0
+
+    def _read(self, group: list[tuple[Slot, int]]) -> None:
+        self.passes.append([(slot.row.request.number, size) for slot, size in group])
+        super()._read(group)
+
+
+@pytest.mark.parametrize(
+    "chunk, sizes, sources, chunks",
+    [
+        # One after the other, and the rest.
+        (8, (20,), (), [[[(0, 8)]], [[(0, 8)]], [[(0, 4)]]]),
+        # What fits is read whole; apart, where the shorter one would be padded past a chunk.
+        (8, (4, 4), (), [[[(0, 4), (1, 4)]]]),
+        (8, (6, 2), (), [[[(0, 6)], [(1, 2)]]]),
+        # Where that is not all the first has half, and those with the least left have the rest.
+        (
+            8, (20, 2, 3), (),
+            [[[(0, 4), (1, 2)], [(2, 2)]], [[(0, 4), (2, 1)]], [[(0, 8)]], [[(0, 4)]]],
+        ),
+        (
+            7, (20, 9, 2), (),
+            [
+                [[(0, 4)], [(2, 2), (1, 1)]], [[(0, 4)], [(1, 3)]], [[(0, 4)], [(1, 3)]],
+                [[(0, 4)], [(1, 2)]], [[(0, 4)]],
+            ],
+        ),
+        (12, (5, 9, 4, 4), (), [[[(0, 5), (2, 4)], [(3, 3)]], [[(1, 9)], [(3, 1)]]]),
+        # Sources are read with the first of their texts, whole: who does not fit waits.
+        (10, (1, 1, 1), (6, 3, 4), [[[(0, 1)]], [[(1, 1), (2, 1)]]]),
+        (10, (1, 2, 1), (15, 7, 1), [[[(0, 1)]], [[(1, 2)]], [[(2, 1)]]]),
+        (12, (1, 2, 1), (15, 7, 1), [[[(0, 1)]], [[(1, 2)], [(2, 1)]]]),
+    ],
+)  # fmt: skip
+def test_a_chunk_is_shared_by_rank_and_by_what_is_left(
+    chunk: int,
+    sizes: tuple[int, ...],
+    sources: tuple[int, ...],
+    chunks: list[list[list[tuple[int, int]]]],
+) -> None:
+    lane, found = Reading(chunk, sources), []
+    for number, size in enumerate(sizes):
+        lane.admit([Row(Request([1] * size, number=number), 0)])
+    while lane.unread():
+        lane.passes = []
+        lane.ask()
+        found.append(lane.passes)
+    assert found == chunks
+
+
+# --- a row ------------------------------------------------------------------------------------------------------------
+
+
+def test_random_numbers_of_samples_are_apart() -> None:
+    """By the key of their request, or its number where it has none; 1,024 samples at most have neighbouring ones."""
+    s = Settings(samples=1024, temperature=1.0)
+    for request, first in (
+        (Request([1], s, number=3), 3),
+        (Request([1], s, number=3, key=0), 0),
+        (Request([1], s, number=3, key=-7), -7),
+    ):
+        found = [Row(request, sample).key for sample in range(1024)]
+        assert found == list(range(first * 1024, (first + 1) * 1024))
+
+
+def test_a_row_that_is_rolled_back_is_as_it_was() -> None:
+    row, events = Row(Request([1], Settings(max_new_tokens=4, top_logprobs=1)), 0), []
+    for token in (5, 6, 7, 8):
+        row.guess, row.guessed = [9], len(row.ids)
+        events += row.append_token(token, -0.5 * token, [(token, -0.5), (0, -1.0)])
+    assert row.finish == "length" and [e.token for e in events] == [5, 6, 7, 8]
+    row.keys = [b"page"]
+    row.rollback(2)
+    assert (row.ids, row.logprobs, row.tops) == ([5, 6], [-2.5, -3.0], [[(5, -0.5)], [(6, -0.5)]])
+    assert (row.finish, row.error, row.keys, row.index) == ("", None, [], None)
+    # What it guessed is not known any more, however much it has said.
+    assert row.guess == [] and row.guessed < 0
+    assert row.result().ids == [5, 6] and row.result().score == -5.5
