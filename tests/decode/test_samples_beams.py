@@ -1,5 +1,6 @@
 """Several answers to one prompt: samples, beams, groups; and what rows share."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -228,6 +229,41 @@ NARROW: dict[str, dict[str, Any]] = {
     "nothing is likely": {"logit_bias": dict.fromkeys(VOCABULARY, -1e9)},
     "forced from first to last": {"forced_first": 3, "forced_last": 5, "max_new_tokens": 2},
 }
+
+
+def test_beams_that_are_stopped_give_the_texts_that_there_are() -> None:
+    """Two words that may come, and two tokens: four texts of the eight that were asked for, the best first."""
+    engine, prompt = Engine(model("gqa_rope")), prompts((4,))[0]
+    s = Settings(
+        max_new_tokens=9, beams=8, n_best=8, banned=tuple(VOCABULARY[2:]), length_penalty=0.5
+    )
+    number = engine.submit(request("gqa_rope", prompt, s))
+    engine.step()
+    (event,) = engine.cancel(number)
+    assert event.done is not None
+    found, rest = event.done[:4], event.done[4:]
+    assert {tuple(r.ids) for r in found} == {*itertools.product((0, 1), repeat=2)}
+    for r in found:
+        with torch.no_grad():
+            logp = model("gqa_rope")(torch.tensor([prompt + r.ids]))[0, len(prompt) - 1 :]
+        want = logp.log_softmax(-1)[range(2), r.ids]
+        assert r.logprobs == pytest.approx(want.tolist(), abs=1e-6)
+        assert r.score == pytest.approx(float(want.sum()) / 2**0.5, abs=1e-6)
+    assert [r.score for r in found] == sorted((r.score for r in found), reverse=True)
+    assert {r.finish for r in event.done} == {"cancelled"}
+    # Their score is transformers' for what is none.
+    assert [(r.ids, r.logprobs, r.score) for r in rest] == [([], [], -1e9)] * 4
+
+
+@pytest.mark.parametrize("when", [1, 3])
+def test_beams_whose_logits_are_no_numbers_have_no_texts(when: int) -> None:
+    counted = Counted(model("gqa_rope"))
+    counted.spoil = lambda ids, logits: logits + (torch.nan if counted.passes >= when else 0.0)
+    engine = Engine(counted)
+    engine.submit(request("gqa_rope", [1, 2], Settings(max_new_tokens=5, beams=3, n_best=2)))
+    (found,) = run(engine).values()
+    assert [(r.ids, r.logprobs, r.score, r.finish) for r in found] == [([], [], 0.0, "error")] * 2
+    assert {r.error for r in found} == {BROKEN}
 
 
 @pytest.mark.parametrize("what", NARROW)
