@@ -3,14 +3,17 @@
 Models are float64, so that texts can be asked to be equal: see tiny.py.
 """
 
+import contextlib
 import functools
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from regard.cache import OutOfPages
+from regard.decode import engine as module
 from regard.decode.engine import Engine
 from regard.decode.scheduler import Scheduler
 from regard.decode.settings import Event, Request, Settings
@@ -275,3 +278,43 @@ def test_engine_and_trainer_ask_one_function_for_free_memory() -> None:
     from regard.training import plan
 
     assert engine.free_memory is generate.free_memory is plan.free_memory is machine.free_memory
+
+
+# --- what nobody says -------------------------------------------------------------------------------------------------
+
+
+def test_a_chunk_is_larger_in_a_graph() -> None:
+    for runner, chunk in (("torch", 512), ("graph", 16384)):
+        assert Engine(model("gqa_rope"), runner=runner, page=4, pages=20).chunk == chunk
+        assert Engine(model("gqa_rope"), runner=runner, page=4, pages=20, chunk=7).chunk == 7
+
+
+def test_states_alone_take_no_pages() -> None:
+    """But in a graph one for each row, and one for who comes while it is given up: as large as a text may be."""
+    for name in ("gru", "delta"):
+        assert Engine(model(name), rows=3).pool is None
+    pool = Engine(model("delta"), runner="graph", rows=3).pool
+    assert pool is not None and len(pool.users) == 6 and pool.page >= 64 and pool.nbytes == 0
+
+
+def test_threads_are_as_many_as_a_step_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its weights, for each row that runs or token that is read, up to a chunk."""
+    asked = list[int]()
+
+    @contextlib.contextmanager
+    def threads_for(work: int) -> Iterator[None]:
+        asked.append(work)
+        yield
+
+    monkeypatch.setattr(module, "threads_for", threads_for)
+    made = model("gqa_rope")
+    weights = sum(p.numel() for p in made.parameters())
+    engine = Engine(made, chunk=8, prefix=False)
+    for size in (5, 2):
+        engine.submit(request("gqa_rope", [1] * size, Settings(max_new_tokens=4)))
+    engine.step()
+    engine.submit(request("gqa_rope", [1] * 11, Settings(max_new_tokens=3, beams=4)))
+    while not engine.idle:
+        engine.step()
+    # 7 tokens are read; then 8 of 11; then 3, beside two rows that write and 4 beams that will; then these alone.
+    assert asked[:3] == [7 * weights, 8 * weights, 6 * weights] and asked[-1] == 4 * weights
