@@ -11,7 +11,6 @@ from torch import Tensor
 
 from regard.decode import sampling
 from regard.decode.filters import FILTERS
-from regard.decode.lane import Row
 from regard.decode.sampling import (
     MASK,
     RULES,
@@ -26,6 +25,7 @@ from regard.decode.sampling import (
     used_by,
     uses,
 )
+from regard.decode.sequence import Sequence
 from regard.decode.settings import Request, Settings
 
 VOCAB, ROWS = 37, 5
@@ -65,12 +65,12 @@ def rule_settings(rng: random.Random) -> dict[str, Any]:
     return {"max_new_tokens": rng.randint(7, 9), **found}
 
 
-def made(rng: random.Random, settings: Settings, number: int) -> Row:
+def made(rng: random.Random, settings: Settings, number: int) -> Sequence:
     """A row that has said up to as much as it may; half of them have a source, with words that it cannot say."""
     ids = [rng.randrange(5) for _ in range(rng.randint(1, 9))]
     source = torch.tensor([rng.choice([1, 2, 3, VOCAB, VOCAB + 3]) for _ in range(6)])
     request = Request(ids, settings, source if rng.random() < 0.5 else None, number=number)
-    return Row(request, 0, [rng.randrange(5) for _ in range(rng.randrange(6))])
+    return Sequence(request, 0, [rng.randrange(5) for _ in range(rng.randrange(6))])
 
 
 def after(where: list[int], text: list[int], size: int) -> set[int]:
@@ -80,7 +80,7 @@ def after(where: list[int], text: list[int], size: int) -> set[int]:
     return {where[i] for i in ends if where[i - size + 1 : i] == tail}
 
 
-def plainly(x: Tensor, row: Row) -> Tensor:
+def plainly(x: Tensor, row: Sequence) -> Tensor:
     """The logits of one row (V) as its settings change them."""
     s, x, said, count = row.request.settings, x.clone(), row.ids, len(row.ids)
     text, read = row.request.ids + said, [i for i in row.request.read if i < VOCAB]
@@ -123,7 +123,7 @@ def plainly(x: Tensor, row: Row) -> Tensor:
 
 
 def given(
-    tensors: SamplingTensors, rows: list[Row], at: list[int], every: bool
+    tensors: SamplingTensors, rows: list[Sequence], at: list[int], every: bool
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The columns of some rows, and how much each has said."""
     some = [rows[i] for i in at]

@@ -10,7 +10,7 @@ import torch
 from regard.decode.beam import Group, Search, Shape
 from regard.decode.engine import Engine
 from regard.decode.runners.rows import PlainBatch
-from regard.decode.sequence import Sequence
+from regard.decode.sequence import BROKEN, Sequence
 from regard.decode.settings import Result, Settings
 from regard.decode.sources import sources
 from tests.decode.tiny import (

@@ -384,7 +384,7 @@ def test_ends_become_more_probable_in_the_rows_that_ask_for_it() -> None:
     ]
     logits = random_logits(1, 5, seed=3)
     for said in range(6):
-        made = lane(each)
+        made = sampler(each)
         columns = made.columns(5, torch.device("cpu"))
         used = frozenset({"decay", "held", "bias"})
         count = torch.full((4,), said)

@@ -250,19 +250,19 @@ def test_rows_are_tried_apart_until_the_one_at_fault_is_alone() -> None:
 # --- prompts are read a chunk at a time -----------------------------------------------------------------------------
 
 
-class Reading(Counting):
+class Noting(Counting):
     """Notes what is read together, as (number, tokens); `reads` are the lengths of sources."""
 
     def __init__(self, chunk: int, sources: tuple[int, ...]):
-        super().__init__(None, False, chunk, None)
+        super().__init__(None, Reading(chunk=chunk))
         self.reads, self.passes = sources, list[list[tuple[int, int]]]()
 
     def _source(self, slot: Slot) -> int:
-        number = slot.row.request.number
+        number = slot.sequence.request.number
         return self.reads[number] if self.reads and not slot.fed else 0
 
     def _read(self, group: list[tuple[Slot, int]]) -> None:
-        self.passes.append([(slot.row.request.number, size) for slot, size in group])
+        self.passes.append([(slot.sequence.request.number, size) for slot, size in group])
         super()._read(group)
 
 
@@ -299,13 +299,13 @@ def test_a_chunk_is_shared_by_rank_and_by_what_is_left(
     sources: tuple[int, ...],
     chunks: list[list[list[tuple[int, int]]]],
 ) -> None:
-    lane, found = Reading(chunk, sources), []
+    batch, found = Noting(chunk, sources), []
     for number, size in enumerate(sizes):
-        lane.admit([Row(Request([1] * size, number=number), 0)])
-    while lane.unread():
-        lane.passes = []
-        lane.ask()
-        found.append(lane.passes)
+        batch.admit([Sequence(Request([1] * size, number=number), 0)])
+    while batch.unread():
+        batch.passes = []
+        batch.ask()
+        found.append(batch.passes)
     assert found == chunks
 
 
@@ -320,12 +320,12 @@ def test_random_numbers_of_samples_are_apart() -> None:
         (Request([1], s, number=3, key=0), 0),
         (Request([1], s, number=3, key=-7), -7),
     ):
-        found = [Row(request, sample).key for sample in range(1024)]
+        found = [Sequence(request, sample).key for sample in range(1024)]
         assert found == list(range(first * 1024, (first + 1) * 1024))
 
 
 def test_a_row_that_is_rolled_back_is_as_it_was() -> None:
-    row, events = Row(Request([1], Settings(max_new_tokens=4, top_logprobs=1)), 0), []
+    row, events = Sequence(Request([1], Settings(max_new_tokens=4, top_logprobs=1)), 0), []
     for token in (5, 6, 7, 8):
         row.guess, row.guessed = [9], len(row.ids)
         events += row.append_token(token, -0.5 * token, [(token, -0.5), (0, -1.0)])

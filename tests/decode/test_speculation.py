@@ -111,7 +111,7 @@ def test_a_row_guesses_no_more_than_it_may_say() -> None:
         (1, 6), (0, 3), (4, 9), (None, 9, 10), (None, 7, 9, 10)
     ):
         s = Settings(max_new_tokens=most)
-        row = Row(Request([1] * prompt, s), 0, [2] * said, window=window, border=border)
+        row = Sequence(Request([1] * prompt, s), 0, [2] * said, window=window, border=border)
         bounds = [most - said - 1]
         bounds += [] if window is None else [window - prompt - said]
         far = border is not None and prompt + said > border
