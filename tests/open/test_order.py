@@ -48,6 +48,21 @@ def test_added_order_decodes(order: str) -> None:
     decodes(tiny(order=order))
 
 
+MLA = regard.MLA(4, 16, rope_dim=4, rope=regard.Rope())
+PARTS: dict[str, dict[str, Any]] = {
+    "experts": {"ffn": regard.MoE(4, 2, 48)},
+    "latents": {"attention": MLA},
+    "chosen keys": {"attention": regard.DSA(MLA, 2, 8, 4, rope_dim=4)},
+    "delta rule": {"attention": regard.DeltaRule(2, 4, 16, 16)},
+}
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_added_order_decodes_around_every_part(parts: str) -> None:
+    with added(ORDERS, "damped", ADDED["damped"]):
+        decodes(tiny(order="damped", **PARTS[parts]))
+
+
 def test_added_order_trains_decodes_and_comes_back(tmp_path: Path) -> None:
     with added(ORDERS, "deepnorm", ADDED["deepnorm"]):
         model = stands(tmp_path, order="deepnorm", final_norm=False)

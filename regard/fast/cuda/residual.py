@@ -79,7 +79,10 @@ class Normed:
         return self.made
 
 
-def tensor(x: ResidualStream | Normed) -> Tensor:
+def tensor(x: Tensor | ResidualStream | Normed) -> Tensor:
+    """What a part reads, made; in a block over tensors it is one already."""
+    if isinstance(x, Tensor):
+        return x
     return (x if isinstance(x, Normed) else Normed(x, None)).tensor()
 
 
