@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from regard.attention.core import Probe
 from regard.cache import CacheSpec
-from regard.cache.base import Layer
+from regard.cache.base import Store
 from regard.layers import Add
 from regard.mask import Full, Mask, Span, Visible, Window
 from regard.position import Rope, rotate
@@ -33,7 +33,7 @@ class Context:
 
     pos: Span
     mask: Mask = field(default_factory=Full)
-    store: Layer | None = None
+    store: Store | None = None
     memory: Tensor | None = None
     memory_pos: Span | None = None
     relative: Callable[[Tensor, Tensor], Tensor] | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -50,8 +51,22 @@ def taken_back(specs: Sequence[CacheSpec]) -> float:
     return min((spec.back for spec in specs if spec.state), default=float("inf"))
 
 
+class Store(Protocol):
+    """What a Context calls `store`: one layer's memory, whoever has it."""
+
+    @property
+    def window(self) -> int | None: ...
+
+    @property
+    def state(self) -> State: ...
+
+    def keep(self, **entries: Tensor) -> tuple[dict[str, Tensor], Span]: ...
+
+    def put(self, state: State, past: Past) -> None: ...
+
+
 class Layer:
-    """One layer's view of a cache; what a Context calls `store`."""
+    """One layer's view of a cache."""
 
     def __init__(self, cache: Cache, index: int):
         self.cache, self.index = cache, index

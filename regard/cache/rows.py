@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,7 +99,13 @@ class Ring(Contiguous):
     more than the last `window`, whatever the chunk."""
 
     def __init__(
-        self, specs: Sequence[CacheSpec], batch: int, *, window: int, chunk: int = 64, **where: Any
+        self,
+        specs: Sequence[CacheSpec],
+        batch: int,
+        *,
+        window: int,
+        chunk: int = 64,
+        **where: object,
     ):
         check_sizes(window=window, chunk=chunk)
         super().__init__(specs, batch, capacity=window + chunk - 1, **where)

@@ -58,7 +58,7 @@ class Reading(Specialise):
         self.found[key] = self.found.get(key, 0) + self.last[1]
 
     def linear(self, module: nn.Module) -> nn.Module:
-        new = self.copy(module, mixed(Noting, type(module)))
+        new = self.copy_as(mixed(Noting, type(module)), module)
         new.key, new.maker = id(module), self
         return new
 

@@ -33,7 +33,7 @@ from regard.attention.sparse import Indexer, SparseAttention, fp8_dots
 from regard.errors import UsageError
 from regard.fast.cpu import Prepared
 from regard.fast.cpu.join import SteadyLatent
-from regard.fast.specialise import replace, share
+from regard.fast.specialise import Replacement, replace, share
 from regard.kernels.linear import Packed, packs
 from regard.layers import FeedForward, LabelHead, LMHead, RMSNorm
 from regard.models import Model
@@ -270,7 +270,7 @@ class SteadyConvolution(nn.Conv2d):
         return torch.cat([super(SteadyConvolution, self).forward(x[None]) for x in input])
 
 
-def _steady(kind: type[nn.Module]) -> Callable[[Any, nn.Module], nn.Module]:
+def _steady(kind: type[nn.Module]) -> Replacement:
     def row(plain: Any, _: nn.Module) -> nn.Module:
         new = share(kind, plain)
         new.products = Products()  # type: ignore[assignment]
@@ -286,7 +286,7 @@ def _steady(kind: type[nn.Module]) -> Callable[[Any, nn.Module], nn.Module]:
 
 
 GATE, SOFTPLUS = Steady(torch.sigmoid), Steady(F.softplus)
-TABLE: dict[type, Callable[[Any, nn.Module], nn.Module]] = {
+TABLE: dict[type, Replacement] = {
     nn.Linear: _steady(SteadyLinear),
     FeedForward: _steady(FeedForward),
     LMHead: _steady(SteadyHead),

@@ -35,19 +35,23 @@ def share(kind: type[P], plain: nn.Module, **parts: nn.Module | None) -> P:
     return new
 
 
-@functools.cache
-def direct(kind: Any) -> Any:
+def direct(kind: type[P]) -> type[P]:
     """`kind` without torch's hooks: a call is `forward` and nothing else, which a small model feels."""
+    return _direct(kind)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _direct(kind: type[nn.Module]) -> Any:
     return type(kind.__name__, (kind,), {"__call__": kind.forward, "same_as": kind})
 
 
-def mixed(part: Any, kind: Any) -> Any:
+def mixed(part: type[P], kind: type[nn.Module]) -> type[P]:
     """`kind` with the steps of `part`, a class of the same base, before its own."""
     return _mixed((part, kind))
 
 
 @functools.cache
-def _mixed(bases: tuple[Any, ...]) -> Any:
+def _mixed(bases: tuple[type[nn.Module], ...]) -> Any:
     return type(bases[-1].__name__, bases, {"same_as": bases[-1]})
 
 
@@ -73,16 +77,16 @@ class Specialise:
         # How often each plain part was given which fast one, or why not.
         self.rows: Counter[tuple[str, str]] = Counter()
         # A part that stands in several places (layers that share a block) stays one.
-        self.made: dict[int, Any] = {}
+        self.made: dict[int, nn.Module] = {}
 
-    def make(self, module: nn.Module | None) -> Any:
+    def make(self, module: nn.Module | None) -> nn.Module | None:
         if module is None:
             return None
         if id(module) not in self.made:
             self.made[id(module)] = self.new(module)
         return self.made[id(module)]
 
-    def new(self, module: nn.Module) -> Any:
+    def new(self, module: nn.Module) -> nn.Module:
         row = self.row(type(module))
         if row is None:
             return self.copy(module)
@@ -97,16 +101,24 @@ class Specialise:
     def row(self, kind: type) -> Row | None:
         return row_of(self.table, kind)
 
-    def copy(self, module: nn.Module, kind: Any = None, **parts: nn.Module | None) -> Any:
-        """`module`, as a `kind` if given, with `parts` instead of its own; the rest is made."""
-        children = {n: self.make(m) for n, m in module._modules.items() if n not in parts}
-        return share(self.kind(kind or type(module)), module, **children, **parts)
+    def copy(self, module: P, /, **parts: nn.Module | None) -> P:
+        """`module` with `parts` instead of its own; the rest is made."""
+        return self.copy_as(type(module), module, **parts)
 
-    def kind(self, kind: Any) -> Any:
+    def copy_as(self, kind: type[P], module: nn.Module, /, **parts: nn.Module | None) -> P:
+        """The same as a `kind`."""
+        children = {n: self.make(m) for n, m in module._modules.items() if n not in parts}
+        return share(self.kind(kind), module, **children, **parts)
+
+    def kind(self, kind: type[P]) -> type[P]:
         return kind
 
 
-def replace(model: nn.Module, table: Mapping[type, Callable[[Any, nn.Module], Any]]) -> int:
+# A row of the table of `replace`: another form of a part, given what holds it, or None.
+Replacement = Callable[[Any, nn.Module], nn.Module | None]
+
+
+def replace(model: nn.Module, table: Mapping[type, Replacement]) -> int:
     """In place, from the inside out: every part for which its row (of the part, and what holds it) gives another form.
     Weights and their names stay. How many there were."""
     fast: dict[int, nn.Module | None] = {}

@@ -25,6 +25,7 @@ from regard.models import Model
 from regard.moe import MixtureOfExperts
 
 M = TypeVar("M", bound=Model)
+Shown = TypeVar("Shown", Tensor, ResidualStream, Normed)
 Step = Callable[..., Any]
 
 
@@ -67,12 +68,15 @@ class Watched(nn.Module):
     name: str
     source: bool
 
-    def see(self, x: Any, name: str = "", source: bool = False) -> Any:
+    def see(self, x: Shown, name: str = "", source: bool = False) -> Shown:
         if isinstance(x, ResidualStream | Normed):
             # Of a graph's parts, which are recorded and never fed.
             self.watcher.see(self.name + name, tensor(x), self.source or source)
             return x
         return self.watcher.see(self.name + name, x, self.source or source)
+
+
+W = TypeVar("W", bound=Watched)
 
 
 class Seen(Watched):
@@ -183,45 +187,51 @@ class WatchedStates(WatchedModel):
 def watch(model: M, watcher: Watcher) -> M:
     """`model` with the parts above, named by where they stand: "decoder block 1 cross-attention q"."""
 
-    def part(kind: type[nn.Module], plain: Any, name: str, source: bool, **parts: Any) -> Any:
-        if plain is None:
-            return None
-        new: Any = share(mixed(kind, type(plain)), plain, **parts)
+    def part(
+        kind: type[W], plain: nn.Module, name: str, source: bool, **parts: nn.Module | None
+    ) -> W:
+        new = share(mixed(kind, type(plain)), plain, **parts)
         new.watcher, new.name, new.source = watcher, name, source
         return new
 
-    def added(plain: Add, name: str, what: str, source: bool) -> Any:
-        norm = part(Seen, plain.norm, f"{name}norm after {what}", source)
+    def seen(plain: nn.Module | None, name: str, source: bool) -> Seen | None:
+        return None if plain is None else part(Seen, plain, name, source)
+
+    def added(plain: Add, name: str, what: str, source: bool) -> WatchedAdd:
+        norm = seen(plain.norm, f"{name}norm after {what}", source)
         label = what if what == "feed-forward" else f"{what} output"
         return part(WatchedAdd, plain, name + label, source, norm=norm)
 
-    def mechanism(plain: Any, name: str, what: str, source: bool) -> Any:
+    def mechanism(
+        plain: Mechanism | None, name: str, what: str, source: bool
+    ) -> WatchedMechanism | None:
         if plain is None:
             return None
         kind = WatchedSparse if isinstance(plain, SparseAttention) else WatchedMechanism
-        parts = {"add": added(plain.add, name, what, source)}
-        if isinstance(getattr(plain, "indexer", None), GraphIndexer):
-            parts["indexer"] = part(WatchedIndexer, plain.indexer, name, source)
+        parts: dict[str, nn.Module] = {"add": added(plain.add, name, what, source)}
+        indexer = getattr(plain, "indexer", None)
+        if isinstance(indexer, GraphIndexer):
+            parts["indexer"] = part(WatchedIndexer, indexer, name, source)
         new = part(kind, plain, f"{name}{what} ", source, **parts)
         new.cross = what == "cross-attention"
         return new
 
-    def block(plain: Any, name: str, source: bool) -> Any:
-        parts: dict[str, Any] = {
-            f"norm{i}": part(Seen, getattr(plain, f"norm{i}"), f"{name}norm {i}", source)
+    def block(plain: Any, name: str, source: bool) -> Seen:
+        parts: dict[str, nn.Module | None] = {
+            f"norm{i}": seen(getattr(plain, f"norm{i}"), f"{name}norm {i}", source)
             for i in (1, 2, 3)
         }
         parts["attention"] = mechanism(plain.attention, name, "attention", source)
         parts["cross"] = mechanism(plain.cross, name, "cross-attention", source)
         kind = WatchedExperts if isinstance(plain.ffn, MixtureOfExperts) else WatchedFeedForward
-        inside = {"add": added(plain.ffn.add, name, "feed-forward", source)}
+        inside: dict[str, nn.Module] = {"add": added(plain.ffn.add, name, "feed-forward", source)}
         shared = getattr(plain.ffn, "shared", None)
         if shared is not None:
             inside["shared"] = part(WatchedFeedForward, shared, f"{name}shared expert", source)
         parts["ffn"] = part(kind, plain.ffn, f"{name}feed-forward", source, **inside)
         return part(Seen, plain, f"{name}output", source, **parts)
 
-    parts: dict[str, Any] = {}
+    parts: dict[str, nn.Module] = {}
     for tower, reads in model.towers.items():
         name, source = "" if tower == "tower" else f"{tower} ", tower == "encoder"
         stack: Any = getattr(model, tower)
@@ -230,7 +240,7 @@ def watch(model: M, watcher: Watcher) -> M:
             type(stack),
             stack,
             blocks=share(type(stack.blocks), stack.blocks, **blocks),
-            norm=part(Seen, stack.norm, f"{name}final norm", source),
+            norm=seen(stack.norm, f"{name}final norm", source),
         )
         parts[reads] = part(Seen, getattr(model, reads), f"{name}embedding", source)
     kind = WatchedModel if parts else WatchedStates
@@ -261,7 +271,7 @@ class Form(Specialise):
     def hold(self, part: Mechanism) -> nn.Module:
         if self.form not in part.forms:
             return self.copy(part)
-        new = self.copy(part, mixed(Formed, type(part)))
+        new = self.copy_as(mixed(Formed, type(part)), part)
         new.form = self.form
         return new
 

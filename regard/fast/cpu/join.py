@@ -14,7 +14,7 @@ from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.protocol import Context
 from regard.block import Block
-from regard.fast.specialise import Row, Specialise, direct
+from regard.fast.specialise import P, Row, Specialise, direct
 from regard.kernels.linear import feedback, pack, possible
 from regard.layers import FeedForward, LMHead, times
 from regard.machine import trim
@@ -37,17 +37,17 @@ class Join(Specialise):
         self.precision, self.dtype, self.spent, self.inputs = precision, dtype, spent, inputs
         self.cast: dict[int, nn.Parameter] = {}  # a weight used twice stays one
 
-    def kind(self, kind: Any) -> Any:
+    def kind(self, kind: type[P]) -> type[P]:
         return direct(kind)
 
-    def copy(self, module: nn.Module, kind: Any = None, **parts: nn.Module | None) -> Any:
-        new, wide = super().copy(module, kind, **parts), getattr(module, "wide", ())
+    def copy_as(self, kind: type[P], module: nn.Module, /, **parts: nn.Module | None) -> P:
+        new, wide = super().copy_as(kind, module, **parts), getattr(module, "wide", ())
         new._parameters = {
             n: p if n in wide else self.parameter(p) for n, p in module._parameters.items()
         }
         return new
 
-    def parameter(self, p: Any) -> Any:
+    def parameter(self, p: Tensor | None) -> Any:
         if p is None:
             return None
         if id(p) not in self.cast:
@@ -94,7 +94,7 @@ class Join(Specialise):
         """Products are joined where a block holds them; a sparse attention calls those of its inner one singly."""
         parts = {}
         for name, join in (("attention", self.attention), ("cross", self.cross)):
-            part: Any = getattr(module, name)
+            part = getattr(module, name)
             if type(part) is GroupedQueryAttention:
                 parts[name] = join(part)
                 self.rows[type(part).__name__, type(parts[name]).__name__] += 1
@@ -102,17 +102,17 @@ class Join(Specialise):
 
     def attention(self, module: GroupedQueryAttention) -> nn.Module:
         wqkv = self.product(module.wq, module.wk, module.wv)
-        return self.copy(module, JoinedAttention, wq=None, wk=None, wv=None, wqkv=wqkv)
+        return self.copy_as(JoinedAttention, module, wq=None, wk=None, wv=None, wqkv=wqkv)
 
     def cross(self, module: GroupedQueryAttention) -> nn.Module:
         wkv = self.product(module.wk, module.wv)
-        return self.copy(module, JoinedCrossAttention, wk=None, wv=None, wkv=wkv)
+        return self.copy_as(JoinedCrossAttention, module, wk=None, wv=None, wkv=wkv)
 
     def latent(self, module: LatentAttention) -> nn.Module:
         """int8 makes a step of a last bit: there the bits of a row are its own."""
         own = self.precision in ("int8", "int4") and module.w_ukv.weight.is_cpu
-        kind = OrderedLatent if own else None
-        return self.copy(module, kind, w_ukv=self.unpacked(module.w_ukv))
+        kind = OrderedLatent if own else type(module)
+        return self.copy_as(kind, module, w_ukv=self.unpacked(module.w_ukv))
 
     def feed_forward(self, module: FeedForward) -> nn.Module:
         """Between the products int8 stays in the float32 that it gives."""
@@ -121,15 +121,15 @@ class Join(Specialise):
         if module.gate is None:
             return self.copy(module, up=self.product(module.up, out=inner), down=down)
         both = self.product(module.gate, module.up, out=inner)
-        return self.copy(module, JoinedFeedForward, gate=None, up=None, gate_up=both, down=down)
+        return self.copy_as(JoinedFeedForward, module, gate=None, up=None, gate_up=both, down=down)
 
-    def head(self, module: LMHead, embedding: Any) -> nn.Module:
+    def head(self, module: LMHead, embedding: Tensor) -> nn.Module:
         weight = embedding if module.weight is None else module.weight
         precision = "int8" if self.precision == "int4" else self.precision
         # A head that needs no packing shares it.
         if precision != "int8":
             weight = self.parameter(weight)
-        new = self.copy(module, PackedHead)
+        new = self.copy_as(PackedHead, module)
         new.product = pack(
             weight, module.bias, precision, torch.float32, self.back(module, precision)
         )

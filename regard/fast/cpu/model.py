@@ -78,10 +78,10 @@ def prepare(model: Model, precision: str = "fp32", *, consume: bool = False) -> 
     maker = (Join if why else Native)(precision, dtype, spent, inputs)
     parts = {}
     if isinstance(model.head, LMHead):
-        words = model.get_submodule("target" if model.reads_source else "embedding")
-        parts["head"] = maker.head(model.head, words.weight)
+        words = "target" if model.reads_source else "embedding"
+        parts["head"] = maker.head(model.head, model.get_parameter(f"{words}.weight"))
     cls: Any = type(model)
-    made = maker.copy(model, _prepared(cls), **parts)
+    made = maker.copy_as(_prepared(cls), model, **parts)
     made.precision, made.parts = precision, dict(maker.rows)
     if why:
         much = "products alone" if on_cpu and usable(precision) else "none"

@@ -12,7 +12,7 @@ from regard.attention.core import Terms
 from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.protocol import Context
 from regard.block import ORDERS, Block, Stack, after, before
-from regard.cache import Paged
+from regard.cache import Contiguous, Paged
 from regard.cache.base import Layer
 from regard.fast.cpu.join import (
     Join,
@@ -33,22 +33,22 @@ from regard.mask import Visible
 class Native(Join):
     """Every part in C code that has one."""
 
-    def linear(self, *linears: Any, act: str = "", gated: bool = False) -> nn.Module:
+    def linear(self, *linears: nn.Linear, act: str = "", gated: bool = False) -> nn.Module:
         weight, bias = stacked(linears)
         precision = possible(self.precision, weight)
-        form: Any = {"act": act, "gated": gated, "back": self.back(linears[0], precision)}
-        made = NativeLinear(weight, bias, precision, **form)
+        back = self.back(linears[0], precision)
+        made = NativeLinear(weight, bias, precision, act=act, gated=gated, back=back)
         self.give_up(linears)
         return made
 
     def attention(self, module: GroupedQueryAttention) -> nn.Module:
         parts = {"wqkv": self.linear(module.wq, module.wk, module.wv), "wo": self.linear(module.wo)}
-        return self.copy(module, NativeAttention, wq=None, wk=None, wv=None, **parts)
+        return self.copy_as(NativeAttention, module, wq=None, wk=None, wv=None, **parts)
 
     def cross(self, module: GroupedQueryAttention) -> nn.Module:
         parts = {"wq": self.linear(module.wq), "wkv": self.linear(module.wk, module.wv)}
         parts["wo"] = self.linear(module.wo)
-        return self.copy(module, NativeCrossAttention, wk=None, wv=None, **parts)
+        return self.copy_as(NativeCrossAttention, module, wk=None, wv=None, **parts)
 
     def stack(self, module: Stack) -> nn.Module:
         new = self.copy(module)
@@ -67,7 +67,8 @@ class Native(Join):
             return super().feed_forward(module)
         both = [module.up] if gate is None else [gate, module.up]
         up = self.linear(*both, act=act, gated=gate is not None)
-        return self.copy(module, NativeFeedForward, gate=None, up=up, down=self.linear(module.down))
+        down = self.linear(module.down)
+        return self.copy_as(NativeFeedForward, module, gate=None, up=up, down=down)
 
     table: ClassVar[Mapping[type, Row]] = {
         **Join.table,
@@ -77,10 +78,12 @@ class Native(Join):
     }
 
 
-def _recorded(block: Any) -> bool:
+def _recorded(block: nn.Module) -> bool:
     """Whether a step of a block is C calls alone, each on what another gave."""
     # What another order makes of the stream would be that of the first step in all that are played.
-    if type(block).around is not Block.around or ORDERS[block.order].around not in (before, after):
+    if not isinstance(block, Block) or type(block).around is not Block.around:
+        return False
+    if ORDERS[block.order].around not in (before, after):
         return False
     for part in filter(None, (block.attention, block.cross)):
         if not isinstance(part, _Native) or not part.bare or part.q_norm or part.wg:
@@ -92,7 +95,7 @@ def _recorded(block: Any) -> bool:
 class NativeNorm(nn.Module):
     """A layer or RMS norm on float32."""
 
-    def __init__(self, module: Any):
+    def __init__(self, module: nn.LayerNorm | RMSNorm):
         super().__init__()
         self.kind = "rms" if isinstance(module, RMSNorm) else "layer"
         weight = module.gain if isinstance(module, RMSNorm) else module.weight
@@ -176,8 +179,7 @@ class NativeCrossAttention(_Native, JoinedCrossAttention):
         k, v, place, page = _memory(layer, ctx)
         share = len(q) // layer.cache.batch
         pos = ctx.once("last", lambda: last_of(layer.cache, len(q)))
-        where: Any = {"place": place, "page": page, "share": share}
-        o = attend_one(q[:, 0], k, v, pos, **where, scale=self.scale)
+        o = attend_one(q[:, 0], k, v, pos, place=place, page=page, share=share, scale=self.scale)
         # Beams stand side by side, as in `mix`.
         if ctx.probe is not None:
             real = (layer.cache.span.index >= 0)[:, None, None]
@@ -187,10 +189,11 @@ class NativeCrossAttention(_Native, JoinedCrossAttention):
 
 def _memory(layer: Layer, ctx: Context) -> tuple[Tensor, Tensor, Tensor | None, int]:
     """Keys, values, and in pages which of them hold each row's tokens, and how many each."""
-    cache: Any = layer.cache
+    cache = layer.cache
     if isinstance(cache, Paged):
         pages = cache.pool.stores[layer.index]
         return pages["k"], pages["v"], ctx.once("place", lambda: cache.table), cache.page
+    assert isinstance(cache, Contiguous)
     slots = cache.slots[layer.index]
     return slots["k"], slots["v"], None, 0
 

@@ -12,13 +12,15 @@ from torch import Tensor
 from regard.attention.protocol import Context
 from regard.block import Stack, _at
 from regard.cache import Contiguous, Paged
-from regard.cache.base import Layer
+from regard.cache.base import Cache, Layer, State
 from regard.fast.cpu.join import Packing
 from regard.kernels.c.tape import Tape
 from regard.mask import Causal, Span
 from regard.position import LongRope, Rope
 
 CAUSAL = Causal()
+Recorded = Contiguous | Paged  # caches whose steps are
+Key = tuple[object, ...]
 
 
 class PackedStack(Stack):
@@ -70,7 +72,7 @@ class NativeStack(PackedStack):
         finally:
             self.tapes.lock.release()
 
-    def key(self, x: Tensor, ctx: Context, cross: Context | None, caches: tuple) -> Any:
+    def key(self, x: Tensor, ctx: Context, cross: Context | None, caches: tuple) -> Key | None:
         """What a recorded step must have in common with another; None if it cannot be recorded."""
         own, source = caches
         if self.tapes.stack() is not self or ctx.probe is not None or ctx.mask != CAUSAL:
@@ -100,14 +102,14 @@ class Step:
 
     def __init__(self, x: Tensor, ctx: Context, cross: Context | None, caches: tuple):
         self.tape, self.x, self.memo = Tape(), x.float().contiguous().clone(), ctx.memo
-        self.turns: dict[Any, Any] = {}  # cos and sin for every position of the cache
+        self.turns: dict[Key, list[Tensor]] = {}  # cos and sin for every position of the cache
         # Of tensors copies: those of a cache are its own.
         new = self.changing(ctx, caches).items()
         self.memo |= {key: y.clone() if isinstance(y, Tensor) else y for key, y in new}
         if cross is not None:
             cross.memo |= {"last": self.memo["last"], "place": self.memo["source"]}
 
-    def changing(self, ctx: Context, caches: tuple) -> dict[Any, Any]:
+    def changing(self, ctx: Context, caches: tuple) -> dict[str, Tensor | None]:
         own, source = caches
         pos = ctx.pos.index[:, 0].expand(len(self.x)).contiguous()
         found = {"rows": pos, "place": getattr(own, "table", None)}
@@ -118,7 +120,7 @@ class Step:
             }
         return found
 
-    def angles(self, key: Any, pos: Span, own: Any) -> tuple[Tensor, ...]:
+    def angles(self, key: tuple[Any, ...], pos: Span, own: Recorded) -> tuple[Tensor, ...]:
         rope, *how = key
         if isinstance(rope.scaling, LongRope):
             return rope.angles(pos.index, *how, pos.reach)
@@ -129,7 +131,7 @@ class Step:
 
     def play(self, x: Tensor, ctx: Context, caches: tuple) -> Tensor:
         self.x.copy_(x)
-        new = self.changing(ctx, caches)
+        new: dict[Any, Any] = dict(self.changing(ctx, caches))
         for key in (k for k in self.memo if isinstance(k, tuple) and isinstance(k[0], Rope)):
             new[key] = self.angles(key, ctx.pos, caches[0])
         for key, value in new.items():
@@ -149,13 +151,13 @@ class Tapes:
     MOST = 8
 
     def __init__(self, stack: Stack) -> None:
-        self.lock, self.steps = threading.Lock(), dict[Any, Any]()
+        self.lock, self.steps = threading.Lock(), dict[Key, Step | bool]()
         # Forms of steps, and whether one that was played gave what it must: a part of an order or a norm that we do not
         # know may compute outside of the C code.
-        self.forms = dict[Any, bool]()
+        self.forms = dict[tuple[type, ...], bool]()
         self.stack = weakref.ref(stack)
 
-    def found(self, key: Any) -> Step | bool | None:
+    def found(self, key: Key) -> Step | bool | None:
         """The step, True if it is to be recorded now, None if not yet."""
         step = self.steps.pop(key, None)
         self.steps[key] = True if step is None else step
@@ -172,13 +174,13 @@ def step_of(ctx: Context) -> Layer | None:
     return store if isinstance(store, Layer) and type(store.cache) in (Contiguous, Paged) else None
 
 
-def lain(cache: Any) -> tuple[Any, tuple]:
+def lain(cache: Recorded) -> tuple[list[State], tuple[int, ...]]:
     """The memory that tokens lie in, and what tells how many of how many rows fit."""
     if isinstance(cache, Paged):
         return cache.pool.stores, tuple(cache.table.shape)
     return cache.slots, (cache.batch, cache.capacity)
 
 
-def last_of(cache: Any, rows: int) -> Tensor:
+def last_of(cache: Cache, rows: int) -> Tensor:
     """The last token of the source of each row."""
     return (cache.lengths - 1).repeat_interleave(rows // len(cache.lengths))

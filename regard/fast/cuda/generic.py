@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from regard.attention.protocol import Context
 from regard.block import Block
-from regard.fast.cuda.pages import Pages
-from regard.fast.cuda.residual import ResidualStream, tensor
+from regard.cache.base import Past, State
+from regard.fast.cuda.pages import Pages, pages_of
+from regard.fast.cuda.residual import Read, Residual, ResidualStream, tensor
 from regard.mask import Span
 from regard.position import Rope
 
@@ -29,8 +30,7 @@ class Rows:
     def of(cls, slots: Pages) -> Rows:
         pack = slots.pack
         if pack is None:
-            assert slots.pos is not None
-            now = slots.pos[:, None]
+            now = slots.now[:, None]
             return cls(Span(now), Span(_until(slots.bound, now)))
         place = torch.arange(pack.grid.shape[1], device=pack.grid.device)
         real = place < (pack.totals - pack.starts)[:, None]
@@ -71,10 +71,10 @@ class GatheredLayer:
         return dict(zip(names, slots.kept(), strict=True)), self.rows.kept
 
     @property
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> State:
         return self.slots.state
 
-    def put(self, state: dict[str, Tensor], past: Any) -> None:
+    def put(self, state: State, past: Past) -> None:
         self.slots.put(state, past)
 
 
@@ -83,27 +83,28 @@ class RowsContext(Context):
     """Angles come from a table: a graph may not wait for numbers that the host makes."""
 
     def angles(self, rope: Rope, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        layer: Any = self.store
+        assert isinstance(self.store, GatheredLayer)
         at = self.pos.index.clamp(min=0)
-        cos, sin = (x[at][:, :, None].to(dtype) for x in layer.slots.angles(rope, dim))
+        cos, sin = (x[at][:, :, None].to(dtype) for x in self.store.slots.angles(rope, dim))
         return cos, sin
 
 
 class GenericMechanism(nn.Module):
     """A mechanism as it is, over rows that are gathered from the pages."""
 
+    note: str
+
     def __init__(self, part: nn.Module):
         super().__init__()
         self.part = part
 
-    def forward(self, x: Any, ctx: Context, residual: Any = None) -> Any:
-        slots: Any = ctx.store
+    def forward(self, x: Read, ctx: Context, residual: Residual = None) -> Tensor | ResidualStream:
+        slots = pages_of(ctx)
         rows = ctx.once("rows", lambda: Rows.of(slots))
         more: dict[str, Any] = {"mask": ctx.mask, "relative": ctx.relative, "site": ctx.site}
         # Of a step alone: a Context keeps what its layers share, by the positions that they have.
         more["memo"] = ctx.once("memo of rows", dict)
-        layer: Any = GatheredLayer(slots, rows)
-        within = RowsContext(rows.span, store=layer, **more)
+        within = RowsContext(rows.span, store=GatheredLayer(slots, rows), **more)
         y = self.part(rows.laid(tensor(x), slots), within)
         return onto(residual, rows.tokens(y, slots))
 
@@ -111,11 +112,13 @@ class GenericMechanism(nn.Module):
 class GenericPart(nn.Module):
     """A part that looks at no other token, such as a feed-forward, as it is."""
 
+    note: str
+
     def __init__(self, part: nn.Module):
         super().__init__()
         self.part = part
 
-    def forward(self, x: Any, residual: Any = None) -> Any:
+    def forward(self, x: Read, residual: Residual = None) -> Tensor | ResidualStream:
         return onto(residual, self.part(tensor(x)[None])[0])
 
 
@@ -132,7 +135,7 @@ class GenericBlock(nn.Module):
         return ResidualStream(self.block(tensor(x), ctx, cross), x.wide, x.fast)
 
 
-def onto(residual: Any, y: Tensor) -> Any:
+def onto(residual: Residual, y: Tensor) -> Tensor | ResidualStream:
     """y on the stream, on a tensor, or alone."""
     if residual is None:
         return y

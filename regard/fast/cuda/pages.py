@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from regard.attention.protocol import Context
+from regard.cache.base import Past, State
 from regard.fast.cuda.prompts import Pack
 from regard.kernels.triton import latent as gpu_latent
 from regard.kernels.triton.linear import ready
 from regard.mask import Span
-from regard.position import Rope
+from regard.position import RelativeBias, Rope
 
 
 @dataclass
@@ -45,6 +46,12 @@ class Pages:
     @property
     def mine(self) -> tuple[Tensor, ...]:
         return tuple(self.stores[self.index].values())[self.entries]
+
+    @property
+    def now(self) -> Tensor:
+        """The positions (b) of a step."""
+        assert self.pos is not None
+        return self.pos
 
     @property
     def longest(self) -> int:
@@ -80,8 +87,7 @@ class Pages:
         if pack is not None:
             table, row, pos = pack.table, pack.row, pack.pos
         else:
-            assert self.pos is not None
-            table, pos = self.table, self.pos
+            table, pos = self.table, self.now
             row = torch.arange(len(pos), device=pos.device)
         page = table[row, pos // size].long()
         for memory, x in zip(self.mine, new, strict=True):
@@ -94,16 +100,16 @@ class Pages:
         if pack is not None:
             table, s, lengths = pack.table, pack.sizes.whole, pack.totals
         else:
-            assert self.pos is not None
-            table, s, lengths = self.table, self.bound, self.pos + 1
+            table, s, lengths = self.table, self.bound, self.now + 1
         pages = table[:, : -(-s // size)].long()
         real = torch.arange(s, device=lengths.device) < lengths[:, None]
         each = (memory[pages].flatten(1, 2)[:, :s] for memory in self.mine)
         return tuple(x.masked_fill(~real.view(*real.shape, *[1] * (x.dim() - 2)), 0) for x in each)
 
-    def keep(self) -> tuple[dict[str, Tensor], Span]:
+    def keep(self, **entries: Tensor) -> tuple[dict[str, Tensor], Span]:
         """All that lies in the pages of a step's rows, or of a pack's texts, and their positions, as a cache gives
         them; past the end of a text what others left there."""
+        assert not entries, "parts put theirs there by `store`"
         table = (self.table if self.pack is None else self.pack.table).long()
         stores = self.stores[self.index]
         each = {name: x[table].flatten(1, 2) for name, x in stores.items()}
@@ -114,16 +120,15 @@ class Pages:
     window: ClassVar[None] = None
 
     @property
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> State:
         """Of every row of the step, or of every prompt: nothing where a text begins."""
         mine, pack = self.states[self.index], self.pack
         if pack is None:
-            assert self.pos is not None
-            return {name: x[: len(self.pos)] for name, x in mine.items()}
+            return {name: x[: len(self.now)] for name, x in mine.items()}
         new = pack.starts == 0
         return {name: x[pack.slot_ids].masked_fill(_as(new, x), 0) for name, x in mine.items()}
 
-    def put(self, state: dict[str, Tensor], past: Any) -> None:
+    def put(self, state: State, past: Past) -> None:
         """`past`, what takes tokens back, is not asked for here."""
         for name, x in self.states[self.index].items():
             if self.pack is not None:
@@ -143,14 +148,12 @@ class Pages:
 
     def chosen(self, k: int) -> Tensor:
         """Which of k chosen tokens there are: (b k)."""
-        assert self.pos is not None
-        return torch.arange(k, device=self.pos.device) <= self.pos[:, None]
+        return torch.arange(k, device=self.now.device) <= self.now[:, None]
 
     @property
     def gap(self) -> Tensor:
         """How many tokens back each of the first `bound` places is in a step: (b 1 bound)."""
-        assert self.pos is not None
-        return self.pos[:, None, None] - torch.arange(self.bound, device=self.pos.device)
+        return self.now[:, None, None] - torch.arange(self.bound, device=self.now.device)
 
     def seen(self, window: int | None) -> Tensor:
         """Which of the first `bound` places a step may see: (b 1 1 bound)."""
@@ -158,9 +161,10 @@ class Pages:
         near = (gap >= 0) if window is None else (gap >= 0) & (gap < window)
         return near[:, None]
 
-    def bias(self, relative: Any) -> Tensor | None:
+    def bias(self, relative: Callable[[Tensor, Tensor], Tensor] | None) -> Tensor | None:
         """What is added to the score of a key so many tokens back, (h n); the last counts for all farther ones."""
         if relative is not None and relative not in self.memo:
+            assert isinstance(relative, RelativeBias)
             far = getattr(relative.config, "max_distance", self.length)
             at = torch.arange(min(far + 1, self.length), device=self.table.device)
             self.memo[relative] = relative(at[-1:, None], at[None])[0, :, 0].flip(-1).contiguous()
@@ -182,12 +186,18 @@ def _as(rows: Tensor, x: Tensor) -> Tensor:
     return rows.view(-1, *[1] * (x.dim() - 1))
 
 
+def pages_of(ctx: Context) -> Pages:
+    """What a call has for a cache, with this target's parts."""
+    assert isinstance(ctx.store, Pages)
+    return ctx.store
+
+
 @dataclass
 class GraphContext(Context):
     """Angles come from a table: a graph may not wait for numbers that the host makes."""
 
     def angles(self, rope: Rope, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        slots: Any = self.store
+        slots = pages_of(self)
         cos, sin = (x[self.pos.index][:, :, None] for x in slots.angles(rope, dim))
         return cos, sin
 
@@ -195,7 +205,7 @@ class GraphContext(Context):
         self, x: Tensor, rope: Rope | None, layout: str | None = None, out: Tensor | None = None
     ) -> Tensor:
         """By one kernel in a step, where there is one; into `out`, which may be x."""
-        slots: Any = self.store
+        slots = pages_of(self)
         if rope is None or slots.pack is not None or not ready(x) or x.stride(-1) != 1:
             y = super().turn(x, rope, layout)
             return y if out is None else out.copy_(y)

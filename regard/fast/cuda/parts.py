@@ -16,24 +16,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.attention import DSA
 from regard.attention.delta import GatedDeltaRule
 from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
-from regard.attention.protocol import Context, Mechanism
+from regard.attention.protocol import Context, Mechanism, MechanismConfig
 from regard.attention.sparse import Indexer, SparseAttention, to_fp8
 from regard.block import ORDERS, Block, Stack, after, before
 from regard.fast.cuda.generic import GenericBlock, GenericMechanism, GenericPart
-from regard.fast.cuda.pages import Pages
+from regard.fast.cuda.pages import GraphContext, Pages, pages_of
 from regard.fast.cuda.residual import (
     LeftNorm,
     Product,
+    Read,
+    Residual,
     ResidualStream,
     added,
     rms,
     tensor,
     vocabulary,
 )
-from regard.fast.specialise import Row, Specialise, direct
+from regard.fast.specialise import P, Row, Specialise, direct
 from regard.kernels.fused import side_by_side
 from regard.kernels.triton import attention as gpu_attention
 from regard.kernels.triton import latent as gpu_latent
@@ -45,7 +48,7 @@ from regard.kernels.triton.linear import ready
 from regard.kernels.triton.wide import HIGHEST, summed
 from regard.layers import FeedForward, LMHead
 from regard.mask import Span
-from regard.models import Model
+from regard.models import EncoderDecoder, Model
 from regard.models.adapt import Int4Linear, LowRank
 from regard.moe import MixtureOfExperts
 from regard.position import RelativeBias
@@ -53,7 +56,7 @@ from regard.position import RelativeBias
 SCORES = 2**25  # index scores of a prompt that are made at once
 
 
-def why_not(model: Any) -> str:
+def why_not(model: Model) -> str:
     """What about a model has no static step, or nothing."""
     c = model.config
     two = c.kind == "encoder_decoder"
@@ -62,7 +65,8 @@ def why_not(model: Any) -> str:
     tower, position = (c.decoder, c.target.position) if two else (c.tower, c.embedding.position)
     if not tower.causal or (tower.cross and not two):
         return "its tower is not causal, or reads what no encoder of its own makes"
-    if two and model.decoder.cache_specs("cross") != model.decoder.cache_specs():
+    specs = model.decoder.cache_specs if isinstance(model, EncoderDecoder) else None
+    if specs and specs("cross") != specs():
         return "its attention to the source keeps other shapes than that to the text"
     if tower.cross and (tower.cross.kind != "gqa" or tower.cross.gated):
         return "its attention to the source has latents, or a gate"
@@ -77,9 +81,9 @@ def why_not(model: Any) -> str:
     return "a probe watches it" if model.watch is not None else ""
 
 
-def inner(attention: Any) -> Any:
+def inner(attention: MechanismConfig) -> MechanismConfig:
     """The attention that a sparse one chooses keys for; any other itself."""
-    return attention.attention if attention.kind == "dsa" else attention
+    return attention.attention if isinstance(attention, DSA) else attention
 
 
 class Cuda(Specialise):
@@ -92,17 +96,17 @@ class Cuda(Specialise):
         ours = relative is None or type(relative) is RelativeBias
         self.no_distance = "" if ours else f"it has a {type(relative).__name__}"
 
-    def kind(self, kind: Any) -> Any:
+    def kind(self, kind: type[P]) -> type[P]:
         return direct(kind)
 
-    def product(self, *modules: Any, **more: Any) -> Product:
-        return Product.of(list(modules), fast=self.kernels, **more)
+    def product(self, *modules: nn.Linear, act: str = "", gated: bool = False) -> Product:
+        return Product.of(modules, act, gated, self.kernels)
 
     def note(self, weight: Tensor, why: str) -> str:
         """What `explain` adds where a part has no kernel."""
         return f", by torch's operations: {why}" if why and self.kernels and ready(weight) else ""
 
-    def new(self, module: nn.Module) -> Any:
+    def new(self, module: nn.Module) -> nn.Module:
         """What has no row runs as it is: a mechanism, what stands for a feed-forward (`feeding`), a block."""
         if isinstance(module, Block) and self.row(type(module)) is None:
             return self.over_tensors(module, "it has no fast form")
@@ -116,9 +120,8 @@ class Cuda(Specialise):
         self.rows[type(m).__name__, f"{type(new).__name__}{new.note}"] += 1
         return new
 
-    def generic(self, m: nn.Module, why: str) -> Any:
-        form: Any = GenericMechanism if isinstance(m, Mechanism) else GenericPart
-        new = form(m)
+    def generic(self, m: nn.Module, why: str) -> GenericMechanism | GenericPart:
+        new = GenericMechanism(m) if isinstance(m, Mechanism) else GenericPart(m)
         new.note = f", as it is: {why}"
         return new
 
@@ -134,7 +137,7 @@ class Cuda(Specialise):
             why = f"its order is {m.order}" if m.residual else "it has no residual"
             return self.over_tensors(m, why)
         names = ("norm1", "norm3") if m.cross is None else ("norm1", "norm2", "norm3")
-        parts: dict[str, Any] = {n: LeftNorm(getattr(m, n), around is after) for n in names}
+        parts: dict[str, nn.Module] = {n: LeftNorm(getattr(m, n), around is after) for n in names}
         if m.cross is not None:
             parts["cross"] = self.cross(m.cross)
         return self.copy(m, ffn=self.feeding(m.ffn), **parts)
@@ -150,17 +153,18 @@ class Cuda(Specialise):
             self.made[id(m)] = self.part(m)
         return self.made[id(m)]
 
-    def cross(self, m: Any) -> nn.Module:
-        new = self.copy(m, GraphCross)
+    def cross(self, m: Mechanism) -> nn.Module:
+        assert isinstance(m, GroupedQueryAttention), "see `why_not`"
+        new = self.copy_as(GraphCross, m)
         new.first, new.out = self.product(m.wq), self.product(m.wo)
         new.both = self.product(m.wk, m.wv)
         self.rows[type(m).__name__, "GraphCross"] += 1
         return new
 
-    def attention(self, m: Any) -> nn.Module:
+    def attention(self, m: GroupedQueryAttention) -> nn.Module:
         if why := self.unlike(m.wq, m.wk, m.wv, m.wo, m.wg) or self.no_distance:
             return self.generic(m, why)
-        new, c = self.copy(m, GraphAttention), m.config
+        new, c = self.copy_as(GraphAttention, m), m.config
         gate = [] if m.wg is None else [m.wg]
         new.first, new.out = self.product(m.wq, m.wk, m.wv, *gate), self.product(m.wo)
         why = "" if new.fast(m.wk.weight) else f"heads of {m.d} and {m.e} features"
@@ -173,11 +177,13 @@ class Cuda(Specialise):
         }
         return new
 
-    def experts(self, m: Any) -> nn.Module:
+    def experts(self, m: MixtureOfExperts) -> nn.Module:
         if why := self.unlike(m.router):
             return self.generic(m, why)
-        new = self.copy(m, GraphExperts)
-        biases = None if m.gate_bias is None else (m.gate_bias, m.up_bias, m.down_bias)
+        new = self.copy_as(GraphExperts, m)
+        biases = None
+        if m.gate_bias is not None and m.up_bias is not None and m.down_bias is not None:
+            biases = (m.gate_bias, m.up_bias, m.down_bias)
         act, limit = m.config.activation, m.config.limit
         new.all = Experts(m.gate, m.up, m.down, biases, act, limit)
         new.fast = self.kernels
@@ -185,10 +191,10 @@ class Cuda(Specialise):
         new.note = self.note(m.gate, why if suits(m.gate[0], new.all) else "experts of this size")
         return new
 
-    def latent(self, m: Any) -> nn.Module:
+    def latent(self, m: LatentAttention) -> nn.Module:
         if why := self.unlike(m.w_dq, m.w_uq, m.w_dkv, m.w_ukv, m.wo) or self.no_bias:
             return self.generic(m, why)
-        new = self.copy(m, GraphLatent)
+        new = self.copy_as(GraphLatent, m)
         query = m.w_uq if m.w_dq is None else m.w_dq
         new.first, new.first_width = self.product(query, m.w_dkv), (len(query.weight), m.c, m.r)
         new.second = None if m.w_dq is None else self.product(m.w_uq)
@@ -198,8 +204,8 @@ class Cuda(Specialise):
         )
         return new
 
-    def indexer(self, m: Any) -> nn.Module:
-        new = self.copy(m, GraphIndexer)
+    def indexer(self, m: Indexer) -> nn.Module:
+        new = self.copy_as(GraphIndexer, m)
         new.product, new.kernels = self.product(m.wq), self.kernels
         return new
 
@@ -207,7 +213,7 @@ class Cuda(Specialise):
     def no_bias(self) -> str:
         return "no kernel of it has a bias on positions" if self.biased else ""
 
-    def sparse(self, m: Any) -> nn.Module:
+    def sparse(self, m: SparseAttention) -> nn.Module:
         why = "its choice has a window" if m.config.window else self.no_bias
         why = why or (
             "its attention has a gate" if getattr(inner(m.config), "gated", False) else ""
@@ -216,24 +222,24 @@ class Cuda(Specialise):
             why = why or f"it chooses keys for a {type(m.attention).__name__}"
         if why:
             return self.generic(m, why)
-        new, attention = self.copy(m, GraphSparse), m.attention
+        new, attention = self.copy_as(GraphSparse, m), m.attention
         if isinstance(attention, LatentAttention):
             query = attention.w_uq if attention.w_dq is None else attention.w_dq
             new.attention.first = self.product(query, attention.w_dkv, m.indexer.wk)
         return new
 
-    def delta(self, m: Any) -> nn.Module:
+    def delta(self, m: GatedDeltaRule) -> nn.Module:
         if why := self.unlike(m.wo):
             return self.generic(m, why)
-        new = self.copy(m, GraphDelta)
+        new = self.copy_as(GraphDelta, m)
         new.out, new.note = self.product(m.wo), self.note(m.wo.weight, "its state has no kernel")
         return new
 
-    def feed_forward(self, m: Any) -> nn.Module:
+    def feed_forward(self, m: FeedForward) -> nn.Module:
         if why := self.unlike(m.gate, m.up, m.down):
             return self.generic(m, why)
         both = [m.up] if m.gate is None else [m.gate, m.up]
-        new = self.copy(m, GraphFeedForward)
+        new = self.copy_as(GraphFeedForward, m)
         new.first = self.product(*both, act=m.config.activation, gated=m.gate is not None)
         new.out = self.product(m.down)
         return new
@@ -259,7 +265,7 @@ def decoder(model: Model, kernels: bool = True) -> Any:
     plain: Any = model
     maker, head = Cuda(kernels, getattr(plain, plain.writer).relative), plain.head
     weight = getattr(plain, plain.words).weight
-    parts = {"head": maker.copy(head, GraphHead)}
+    parts = {"head": maker.copy_as(GraphHead, head)}
     if plain.reads_source:
         parts |= {"source": plain.source, "encoder": plain.encoder}
         maker.rows["Stack", "plain: the encoder reads a source once"] += 1
@@ -277,7 +283,7 @@ class GraphHead(LMHead):
         scaled = getattr(self.config, "scaled", False)
         return super().features(h.tensor()) if scaled else h
 
-    def project(self, x: Any, weight: Tensor) -> Tensor:
+    def project(self, x: Read, weight: Tensor) -> Tensor:
         return self.product(x)
 
     def capped(self, logits: Tensor) -> Tensor:
@@ -291,10 +297,10 @@ class GraphFeedForward(FeedForward):
     first: Product
     out: Product
 
-    def widen(self, x: Any) -> Tensor:
+    def widen(self, x: Read) -> Tensor:
         return self.first(x)
 
-    def leave(self, h: Tensor, residual: Any) -> Any:
+    def leave(self, h: Tensor, residual: Residual) -> Any:
         return added(self.add, self.out, h, residual)
 
 
@@ -303,8 +309,9 @@ class GraphExperts(MixtureOfExperts):
 
     all: Experts
     fast: bool
+    note: str
 
-    def enter(self, x: Any) -> Tensor:
+    def enter(self, x: Read) -> Tensor:
         return tensor(x)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -326,7 +333,7 @@ class GraphExperts(MixtureOfExperts):
     def plus(self, out: Tensor, shared: Tensor) -> Tensor:
         return summed(shared, out)
 
-    def leave(self, out: Tensor, residual: Any) -> Any:
+    def leave(self, out: Tensor, residual: Residual) -> Any:
         return (
             residual.plus(out, self.add.norm)
             if isinstance(residual, ResidualStream)
@@ -340,7 +347,7 @@ class Asked:
     entries themselves, and what was made of the same x for others (n .)."""
 
     queries: Callable[[], Tensor]
-    source: Tensor
+    source: Read
     new: tuple[Tensor, ...] = ()
     more: Tensor | None = None
 
@@ -350,6 +357,7 @@ class GraphAttention(GroupedQueryAttention):
 
     first: Product
     out: Product
+    note: str
     heads: dict[str, Any]  # how the kernels norm and turn them
 
     def fast(self, k: Tensor) -> bool:
@@ -357,8 +365,8 @@ class GraphAttention(GroupedQueryAttention):
             self.first.fast and self.d == self.e and gpu_attention.suits(self.h, self.g, self.d, k)
         )
 
-    def look(self, x: Any, ctx: Context) -> Tensor:
-        slots: Any = ctx.store
+    def look(self, x: Read, ctx: Context) -> Tensor:
+        slots = pages_of(ctx)
         fast, gate, wide = self.fast(slots.mine[0]), None, self.h * self.e
         qkv = self.first(x, split=fast and slots.pack is None and self.wg is None)
         if self.wg is not None:
@@ -371,11 +379,11 @@ class GraphAttention(GroupedQueryAttention):
             o = self.by_torch(qkv, slots, ctx, bias)
         return o if gate is None else o * self.sigmoid(gate)
 
-    def weigh(self, o: Tensor, x: Any) -> Tensor:
+    def weigh(self, o: Tensor, x: Read) -> Tensor:
         """`look` had its gate at hand."""
         return o
 
-    def by_kernels(self, qkv: Tensor, slots: Any, bias: Tensor | None) -> Tensor:
+    def by_kernels(self, qkv: Tensor, slots: Pages, bias: Tensor | None) -> Tensor:
         c, (k, v), pack = self.config, slots.mine, slots.pack
         angles = None if c.rope is None else slots.angles(c.rope, self.d)
         form: dict[str, Any] = {"scale": self.scale, "window": c.window}
@@ -383,7 +391,7 @@ class GraphAttention(GroupedQueryAttention):
         if pack is None:
             form |= {"angles": angles, "table": slots.table, "bound": slots.bound, "bias": bias}
             form |= {"heads": self.h, **self.heads}
-            return gpu_attention.decode(qkv, k, v, slots.pos, **form).flatten(1)
+            return gpu_attention.decode(qkv, k, v, slots.now, **form).flatten(1)
         near = c.window is not None and c.window < pack.sizes.longest
         ours = near or pack.sizes.whole or c.softcap is not None or self.sinks is not None
         rows = bool(ours) or not side_by_side(k, v)
@@ -409,7 +417,7 @@ class GraphAttention(GroupedQueryAttention):
         return o if pack is None else o[pack.back]
 
     def asked(self, x: Tensor, ctx: Context) -> Asked:
-        slots: Any = ctx.store
+        slots = pages_of(ctx)
         q, *new = self.turned(self.first(x), ctx)
         slots.store(*new)
         return Asked(lambda: q, x)
@@ -432,7 +440,7 @@ class GraphAttention(GroupedQueryAttention):
         each = (self.as_queries(q, ctx), new["k"], new["v"])
         return tuple(y.flatten(0, 1).contiguous() for y in each)  # type: ignore[return-value]
 
-    def leave(self, o: Tensor, residual: Any = None) -> Any:
+    def leave(self, o: Tensor, residual: Residual = None) -> Any:
         return added(self.add, self.out, o, residual)
 
 
@@ -441,15 +449,15 @@ class GraphCross(GraphAttention):
 
     both: Product
 
-    def look(self, x: Any, ctx: Context) -> Tensor:
-        slots: Any = ctx.store
+    def look(self, x: Read, ctx: Context) -> Tensor:
+        slots = pages_of(ctx)
         k, v = slots.mine
         q = self.as_heads(self.first(x), self.q_norm)  # n h d
         if not self.fast(k):
             seen = ctx.once("seen", lambda: slots.seen(None))
             kept = dict(zip("kv", slots.kept(), strict=True))
             return self.mix(q[:, None], kept, seen, ctx, None).flatten(1)
-        sizes = ctx.once("sizes", lambda: slots.pos + 1)
+        sizes = ctx.once("sizes", lambda: slots.now + 1)
         form: dict[str, Any] = {"scale": self.scale, "softcap": self.config.softcap}
         form |= {"sinks": self.sinks, "heads": self.h, "table": slots.table, "bound": slots.bound}
         return gpu_attention.decode(q.flatten(1), k, v, sizes, new=False, **form).flatten(1)
@@ -473,28 +481,29 @@ class GraphLatent(LatentAttention):
         suits = self.config.window is None and gpu_latent.suits(self.c, self.r, latents)
         return self.first.fast and suits
 
-    def look(self, x: Any, ctx: Context) -> Tensor:
-        slots: Any = ctx.store
+    def look(self, x: Read, ctx: Context) -> Tensor:
+        slots = pages_of(ctx)
         asked = self.asked(x, ctx)
         q = asked.queries()
-        sizes = None if slots.pack is None else slots.pack.sizes
+        pack = slots.pack
         # Few tokens after a long text: as `LatentAttention.mix` has it, but of a pack.
+        sizes = pack and pack.sizes
         few = sizes and sizes.whole and sizes.longest * (self.c - self.d) < self.c * self.d
-        if sizes is None or (few and self.fast(slots.mine[0])):
+        if pack is None or (few and self.fast(slots.mine[0])):
             each = slots.each(max(1, SCORES // slots.longest))
             return joined_rows([self.over(self.met(q[rows]), step, ctx) for rows, step in each])
         # Heads of their own, from the latents: cheaper than to attend c wide.
-        laid = gpu_prompt.lay(slots.pack, q, *self.heads(asked.new))
-        if sizes.whole:
+        laid = gpu_prompt.lay(pack, q, *self.heads(asked.new))
+        if pack.sizes.whole:
             laid = laid[0], *self.heads(slots.kept())
-        return gpu_prompt.attend(laid, slots.pack, self.scale, self.config.window)
+        return gpu_prompt.attend(laid, pack, self.scale, self.config.window)
 
-    def over(self, q: Tensor, slots: Any, ctx: Context, spots: Tensor | None = None) -> Tensor:
+    def over(self, q: Tensor, slots: Pages, ctx: Context, spots: Tensor | None = None) -> Tensor:
         """Queries (n h c+r) of a step over their texts, or over tokens of the pool (n k): (n, h e)."""
         if self.fast(slots.mine[0]):
             latents, ropes = slots.mine
             more: dict[str, Any] = {"scale": self.scale, "bound": slots.bound, "chosen": spots}
-            o = gpu_latent.decode(q, latents, ropes, slots.table, slots.pos, **more)
+            o = gpu_latent.decode(q, latents, ropes, slots.table, slots.now, **more)
         else:
             real = slots.seen(self.config.window) if spots is None else slots.chosen(spots.shape[1])
             kept = slots.kept() if spots is None else slots.at(spots, real)
@@ -519,9 +528,9 @@ class GraphLatent(LatentAttention):
             k = torch.cat([k, turned.expand(*k.shape[:-1], -1)], -1)
         return k, torch.einsum("...c,hec->...he", kept[0], w_uv)
 
-    def asked(self, x: Any, ctx: Context) -> Asked:
-        slots: Any = ctx.store
-        here: Any = ctx
+    def asked(self, x: Read, ctx: Context) -> Asked:
+        slots = pages_of(ctx)
+        assert isinstance(ctx, GraphContext)
         both, rope, wide = self.first(x), self.config.rope, self.first_width
         q, latent, key, more = both.split([*wide, both.shape[-1] - sum(wide)], -1)
         new: tuple[Tensor, ...] = ()
@@ -529,7 +538,8 @@ class GraphLatent(LatentAttention):
             assert rope is not None
             form: dict[str, Any] = {"norms": (rms(self.q_norm), rms(self.kv_norm))}
             form |= {"angles": slots.angles(rope, self.r), "paired": rope.layout != "half"}
-            place = (slots.mine, slots.table, slots.pos)
+            latents, ropes = slots.mine
+            place = ((latents, ropes), slots.table, slots.now)
             low = gpu_latent.keep(both, wide[0], self.second is not None, *place, **form)
         else:
             low = q if self.q_norm is None else self.q_norm(q)
@@ -538,7 +548,7 @@ class GraphLatent(LatentAttention):
             if self.r:
                 # Where it lies: nobody else reads it.
                 y = key.unsqueeze(-2).unflatten(0, ctx.pos.index.shape)
-                here.turn(y, rope, out=y)
+                ctx.turn(y, rope, out=y)
                 new = (latent, key)
             slots.store(*new)
 
@@ -546,12 +556,12 @@ class GraphLatent(LatentAttention):
             y = (q if self.second is None else self.second(low)).unflatten(-1, (self.h, -1))
             if self.r:
                 turns = y[..., self.d :].unflatten(0, ctx.pos.index.shape)
-                here.turn(turns, rope, out=turns)
+                ctx.turn(turns, rope, out=turns)
             return y
 
         return Asked(queries, x if self.second is None else low, new, more)
 
-    def leave(self, o: Tensor, residual: Any = None) -> Any:
+    def leave(self, o: Tensor, residual: Residual = None) -> Any:
         return added(self.add, self.out, o, residual)
 
 
@@ -559,9 +569,10 @@ class GraphDelta(GatedDeltaRule):
     """The gated delta rule as it is, its states in the rows' places."""
 
     out: Product
+    note: str
 
-    def look(self, x: Any, ctx: Context) -> Tensor:
-        slots: Any = ctx.store
+    def look(self, x: Read, ctx: Context) -> Tensor:
+        slots = pages_of(ctx)
         x, pack = tensor(x), slots.pack
         if pack is None:
             return super().look(x[:, None], ctx)[:, 0]
@@ -570,10 +581,10 @@ class GraphDelta(GatedDeltaRule):
         span = Span(torch.where(real, place + pack.starts[:, None], -1))
         return super().look(x[pack.grid], replace(ctx, pos=span)).flatten(0, 1)[pack.back]
 
-    def weigh(self, o: Tensor, x: Any) -> Tensor:
+    def weigh(self, o: Tensor, x: Read) -> Tensor:
         return super().weigh(o, tensor(x))
 
-    def leave(self, o: Tensor, residual: Any = None) -> Any:
+    def leave(self, o: Tensor, residual: Residual = None) -> Any:
         return added(self.add, self.out, o.flatten(1), residual)
 
 
@@ -585,9 +596,9 @@ class GraphIndexer(Indexer):
 
     def turned(self, x: Tensor, ctx: Context) -> Tensor:
         """Where they lie: nobody else reads them."""
-        here: Any = ctx
+        assert isinstance(ctx, GraphContext)
         some = x[..., : self.config.rope_dim]
-        here.turn(some, self.config.attention.rope, "half", out=some)
+        ctx.turn(some, self.config.attention.rope, "half", out=some)
         return x
 
     def fast(self, keys: Tensor) -> bool:
@@ -598,7 +609,7 @@ class GraphIndexer(Indexer):
         return self.config.precision == "fp8"
 
     def asked(
-        self, x: Tensor, ctx: Context, slots: Any, asked: Asked | None = None
+        self, x: Tensor, ctx: Context, slots: Pages, asked: Asked | None = None
     ) -> tuple[Tensor, Tensor] | None:
         """The index keys of x (n m), into their pages; and what is `asked` for, queries (n H D) and weights (n H)."""
         c, (keys,), shape, q = self.config, slots.mine, ctx.pos.index.shape, None
@@ -606,7 +617,8 @@ class GraphIndexer(Indexer):
             slots.store(self.kept(self.keys(x.view(*shape, -1), ctx)).flatten(0, 1))
             if asked is None:
                 return None
-            q, weights = self.queries(asked.source.view(*shape, -1), ctx), self.weights(x)
+            source = tensor(asked.source).view(*shape, -1)
+            q, weights = self.queries(source, ctx), self.weights(x)
             q = q.flatten(0, 1).contiguous()
             if self.fp8 and self.fast(keys):
                 q, size = to_fp8(q)
@@ -616,15 +628,14 @@ class GraphIndexer(Indexer):
         if asked is not None:
             q = self.product(asked.source).unflatten(-1, (self.h, self.d))
         norm, rope = (self.k_norm.weight, self.k_norm.bias, self.k_norm.eps), c.attention.rope
-        angles = slots.angles(rope, c.rope_dim) if c.rope_dim else None
+        angles = slots.angles(rope, c.rope_dim) if rope and c.rope_dim else None
         form: dict[str, Any] = {"norm": norm, "angles": angles, "fp8": self.fp8}
-        found = gpu_sparse.enter(x, self.ww.weight, q, key, keys, slots.table, slots.pos, **form)
+        found = gpu_sparse.enter(x, self.ww.weight, q, key, keys, slots.table, slots.now, **form)
         return None if q is None else found
 
     def over(self, q: Tensor, weights: Tensor, step: Pages) -> Tensor:
         """Scores (b bound) of every key so far: index queries (b H D) and weights (b H)."""
-        (keys,), pos = step.mine, step.pos
-        assert pos is not None
+        (keys,), pos = step.mine, step.now
         if self.fast(keys):
             return gpu_sparse.index(q, keys, weights, step.table, pos, step.bound)
         dots = self.dots(q[:, None], *step.kept())
@@ -632,8 +643,7 @@ class GraphIndexer(Indexer):
 
     def best(self, scores: Tensor, step: Pages) -> Tensor:
         """Where the best k tokens of each row lie in the pool (b k)."""
-        (keys,), (table, pos), k = step.mine, (step.table, step.pos), self.config.topk
-        assert pos is not None
+        (keys,), (table, pos), k = step.mine, (step.table, step.now), self.config.topk
         page = keys.shape[1]
         if self.fast(keys):
             return gpu_sparse.topk(scores, pos, k, table, page)
@@ -645,18 +655,21 @@ class GraphSparse(SparseAttention):
     """DSA: every token's index key is scored, and the attention in it looks at the best; its pages hold what that one's
     do, and index keys."""
 
-    def look(self, x: Any, ctx: Context) -> Tensor:
-        slots: Any = ctx.store
-        attention: Any = self.attention
-        indexer: Any = self.indexer
-        x = tensor(x)
+    attention: GraphAttention | GraphLatent
+    indexer: GraphIndexer
+
+    def look(self, x: Read, ctx: Context) -> Tensor:
+        slots = pages_of(ctx)
+        attention, indexer, x = self.attention, self.indexer, tensor(x)
         own, index = slots.only(slice(-1)), slots.only(slice(-1, None))
         within = replace(ctx, store=own)
         if self.dense(slots.longest):
             indexer.asked(x, ctx, index)
             return attention.look(x, within)
         asked = attention.asked(x, within)
-        index_q, weights = indexer.asked(x, ctx, index, asked)
+        found = indexer.asked(x, ctx, index, asked)
+        assert found is not None
+        index_q, weights = found
         q, out = asked.queries(), []
         for rows, step in index.each(max(1, SCORES // slots.longest)):
             spots = indexer.best(indexer.over(index_q[rows], weights[rows], step), step)
@@ -664,9 +677,8 @@ class GraphSparse(SparseAttention):
             out.append(attention.over(met, step.only(own.entries), within, spots))
         return joined_rows(out)
 
-    def leave(self, o: Tensor, residual: Any = None) -> Any:
-        attention: Any = self.attention
-        return added(self.add, attention.out, o, residual)
+    def leave(self, o: Tensor, residual: Residual = None) -> Any:
+        return added(self.add, self.attention.out, o, residual)
 
 
 def each_head(x: Tensor, w: Tensor, out: Tensor) -> Tensor:

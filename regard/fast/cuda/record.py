@@ -10,6 +10,7 @@ from torch import Tensor
 
 from regard.kernels.triton.measured import put_off, unmeasured
 
+Key = tuple[Any, ...]
 KEPT = 32  # recorded passes over prompts
 # Gives what a step changes, which a try must leave as it was.
 Changed = Callable[[], Sequence[Tensor]]
@@ -21,20 +22,20 @@ class Recorder:
     more rows does its work, or the step runs as it is."""
 
     def __init__(self, records: bool = True, still: Sequence[Tensor] = ()):
-        self.graphs: dict[Any, torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self.pool: Any = None
         self.records = records
         # What is 0 while a step is tried, so that no row moves on.
         self.still = still
         # Whether graphs are not recorded when they are first met; and what then records them, by their keys.
-        self.puts_off, self.wanted = False, dict[Any, Callable[[], None]]()
-        self.rooms: dict[Any, Tensor] = {}  # what the recorded calls of `again` read
+        self.puts_off, self.wanted = False, dict[Key, Callable[[], None]]()
+        self.rooms: dict[Key, Tensor] = {}  # what the recorded calls of `again` read
 
     def clear(self) -> None:
         """What was recorded cannot be played any more."""
         self.graphs, self.pool, self.wanted, self.rooms = {}, None, {}, {}
 
-    def record(self, key: Any, call: Callable[[], Any]) -> None:
+    def record(self, key: Key, call: Callable[[], object]) -> None:
         """`call` has run before, so that nothing is compiled or chosen now."""
         graph = torch.cuda.CUDAGraph()
         # Other threads, which serve other models, go on meanwhile.
@@ -43,7 +44,7 @@ class Recorder:
         self.pool = self.pool or graph.pool()
         self.graphs[key] = graph
 
-    def try_and_record(self, key: Any, call: Callable[[], Any], changed: Changed) -> None:
+    def try_and_record(self, key: Key, call: Callable[[], object], changed: Changed) -> None:
         """Record a call, and put back what two tries have changed."""
         state = [*self.still, *changed()]
         before = [x.clone() for x in state]
@@ -54,7 +55,7 @@ class Recorder:
         for x, old in zip(state, before, strict=True):
             x.copy_(old)
 
-    def rehearse(self, call: Callable[[], Any]) -> None:
+    def rehearse(self, call: Callable[[], object]) -> None:
         """Twice, beside what runs, so that all is compiled and chosen."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -63,7 +64,7 @@ class Recorder:
                 call()
         torch.cuda.current_stream().wait_stream(stream)
 
-    def play(self, key: Any, call: Callable[[Any], Any], changed: Changed) -> None:
+    def play(self, key: Key, call: Callable[[Key], object], changed: Changed) -> None:
         """A step or a part of it, of what its key says; on a GPU as a graph."""
         if self.records and key not in self.graphs:
             if self.puts_off:
@@ -76,7 +77,7 @@ class Recorder:
         else:
             call(key)
 
-    def _wider(self, key: Any) -> Any:
+    def _wider(self, key: Key) -> Key:
         """The least of the recorded keys that does the work of this one, for more rows or longer texts; or itself."""
         if key[0] not in ("step", "feed"):
             return key
@@ -84,7 +85,7 @@ class Recorder:
         able = [k for k in same if all(has >= needs for has, needs in zip(k[1:4], key[1:4]))]
         return min(able, key=lambda k: k[1:4], default=key)
 
-    def again(self, key: Any, numbers: Tensor, call: Callable[[Tensor], Any], small: bool) -> None:
+    def again(self, key: Key, numbers: Tensor, call: Callable[[Tensor], object], small: bool) -> None:
         """A call on numbers; if it is small, as a graph that is recorded when its key comes again."""
         again, small = key in self.rooms, small and self.records
         if small and len(self.rooms) < KEPT:
@@ -102,7 +103,7 @@ class Recorder:
         room.copy_(numbers)
         self.graphs[key].replay()
 
-    def want(self, key: Any, call: Callable[[Any], Any], changed: Changed) -> None:
+    def want(self, key: Key, call: Callable[[Key], object], changed: Changed) -> None:
         """Have a step recorded by `warm`."""
         self.wanted[key] = lambda: self.try_and_record(key, lambda: call(key), changed)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from regard.kernels.triton.wide import add_norm, gated, product
 from regard.layers import Add, RMSNorm
 
 
-def rms(norm: Any) -> Rms | None:
+def rms(norm: nn.Module | None) -> Rms | None:
     """An RMS norm as the kernels take it."""
     return (norm.weight, norm.eps, float(norm.plus_one)) if isinstance(norm, RMSNorm) else None
 
@@ -33,9 +32,9 @@ class ResidualStream:
     wide: bool
     fast: bool = True
     more: Tensor | None = None  # to be added, perhaps in parts (s n m),
-    norm: Any = None  # after this norm
+    norm: nn.Module | None = None  # after this norm
 
-    def add(self, product: Product, o: Tensor, norm: Any = None) -> ResidualStream:
+    def add(self, product: Product, o: Tensor, norm: nn.Module | None = None) -> ResidualStream:
         """The stream with what `product` makes of o."""
         if self.wide:
             return self.plus(product.wide(o, split=True), norm)
@@ -43,7 +42,7 @@ class ResidualStream:
             return self.plus(product(o), norm)
         return ResidualStream(product(o, residual=self.whole()), False, self.fast)
 
-    def plus(self, y: Tensor, norm: Any = None) -> ResidualStream:
+    def plus(self, y: Tensor, norm: nn.Module | None = None) -> ResidualStream:
         """The stream with y (n m), or parts of it (s n m)."""
         return ResidualStream(self.whole(), self.wide, self.fast, y, norm)
 
@@ -57,7 +56,7 @@ class Normed:
     """A stream whose norm is left to the product that reads it."""
 
     stream: ResidualStream
-    norm: Any
+    norm: nn.Module | None
     made: Tensor | None = None
 
     def take(self, rows: Tensor) -> Normed:
@@ -79,14 +78,20 @@ class Normed:
         return self.made
 
 
-def tensor(x: Tensor | ResidualStream | Normed) -> Tensor:
+# What parts read: in a block over tensors these alone.
+Read = Tensor | ResidualStream | Normed
+# What they add themselves to, or nothing.
+Residual = Tensor | ResidualStream | None
+
+
+def tensor(x: Read) -> Tensor:
     """What a part reads, made; in a block over tensors it is one already."""
     if isinstance(x, Tensor):
         return x
     return (x if isinstance(x, Normed) else Normed(x, None)).tensor()
 
 
-def added(add: Add, product: Product, o: Tensor, residual: Any) -> Any:
+def added(add: Add, product: Product, o: Tensor, residual: Residual) -> Tensor | ResidualStream:
     """What `product` makes of o, onto a stream; or as a plain part adds it, to a tensor or to nothing."""
     if isinstance(residual, ResidualStream):
         return residual.add(product, o, add.norm)
@@ -96,11 +101,11 @@ def added(add: Add, product: Product, o: Tensor, residual: Any) -> Any:
 class LeftNorm(nn.Module):
     """A norm of the stream, for the product that reads it; `made` at once where the stream itself is normed."""
 
-    def __init__(self, norm: Any, made: bool = False):
+    def __init__(self, norm: nn.Module | None, made: bool = False):
         super().__init__()
         self.norm, self.made = norm, made
 
-    def forward(self, x: ResidualStream) -> Any:
+    def forward(self, x: ResidualStream) -> Normed | ResidualStream:
         left = Normed(x, self.norm)
         return ResidualStream(left.tensor(), x.wide, x.fast) if self.made else left
 
@@ -116,7 +121,9 @@ class Product:
     fast: bool = True
 
     @classmethod
-    def of(cls, modules: list[Any], **more: Any) -> Product:
+    def of(
+        cls, modules: Sequence[nn.Linear], act: str = "", gated: bool = False, fast: bool = True
+    ) -> Product:
         """Linear layers that read the same x, as one."""
         bias = None
         if any(m.bias is not None for m in modules):
@@ -125,11 +132,11 @@ class Product:
             ]
             bias = joined(each, [m.bias for m in modules])
         weights = [m.weight for m in modules]
-        return cls(joined(weights, weights), bias, **more)
+        return cls(joined(weights, weights), bias, act, gated, fast)
 
     def __call__(
         self,
-        x: Tensor | Normed | ResidualStream,
+        x: Read,
         split: bool = False,
         residual: Tensor | None = None,
     ) -> Tensor:
