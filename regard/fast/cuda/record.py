@@ -85,7 +85,9 @@ class Recorder:
         able = [k for k in same if all(has >= needs for has, needs in zip(k[1:4], key[1:4]))]
         return min(able, key=lambda k: k[1:4], default=key)
 
-    def again(self, key: Key, numbers: Tensor, call: Callable[[Tensor], object], small: bool) -> None:
+    def again(
+        self, key: Key, numbers: Tensor, call: Callable[[Tensor], object], small: bool
+    ) -> None:
         """A call on numbers; if it is small, as a graph that is recorded when its key comes again."""
         again, small = key in self.rooms, small and self.records
         if small and len(self.rooms) < KEPT:
