@@ -1,6 +1,6 @@
 """Row operations of a decoding step in C against their torch forms, on this CPU, in one interleaved run.
 
-    python bench/rows.py [--repeats 30] [--only attend enter norm choose draw]
+    python bench/rows.py [--repeats 30] [--only attend update_cache norm choose draw]
 
 Prints microseconds, the median of the repeats, and how many times faster C is. Torch's side of `attend` is its fused
 kernel over keys that already lie in the order of the rows; with a place table a model would have to copy them there
@@ -23,7 +23,7 @@ from regard.decode.filters import FILTERS
 from regard.decode.sampling import draw as draw_plain
 from regard.decode.sampling import uniform
 from regard.kernels.c import native
-from regard.kernels.c.rows import attend_one, choose, draw, enter, norm, plain_norm
+from regard.kernels.c.rows import attend_one, choose, draw, norm, plain_norm, update_cache
 from regard.position import Rope, rotate
 
 
@@ -56,7 +56,7 @@ def attend(r: int, h: int, g: int, d: int, slots: int, dtype: torch.dtype) -> Ca
     return Case(f"attend {r} x {h}/{g} heads, {slots} {named(dtype)}", make, ours, torchs)
 
 
-def enters(r: int, h: int, g: int, d: int, dtype: torch.dtype) -> Case:
+def updates(r: int, h: int, g: int, d: int, dtype: torch.dtype) -> Case:
     row, pos = torch.arange(r), torch.randint(64, (r,))
     cos, sin = Rope().angles(pos[:, None], d, torch.float32)
 
@@ -65,7 +65,7 @@ def enters(r: int, h: int, g: int, d: int, dtype: torch.dtype) -> Case:
         return torch.randn(r, (h + 2 * g) * d), k, v
 
     def ours(x: Tensor, k: Tensor, v: Tensor) -> None:
-        enter(x, h, g, d, d, cos, sin, "half", k, v, pos)
+        update_cache(x, h, g, d, d, cos, sin, "half", k, v, pos)
 
     def torchs(x: Tensor, k: Tensor, v: Tensor) -> None:
         heads = x.view(r, 1, h + 2 * g, d)
@@ -73,7 +73,7 @@ def enters(r: int, h: int, g: int, d: int, dtype: torch.dtype) -> Case:
         k[row, pos] = turned[:, 0, h:].to(dtype)
         v[row, pos] = heads[:, 0, h + g :].to(dtype)
 
-    return Case(f"enter {r} x {h}/{g} heads {named(dtype)}", make, ours, torchs)
+    return Case(f"update_cache {r} x {h}/{g} heads {named(dtype)}", make, ours, torchs)
 
 
 def norms(r: int, m: int, kind: str) -> Case:
@@ -129,7 +129,7 @@ DRAWN: list[dict[str, float]] = [
 ]
 CASES = {
     "attend": [attend(*x, t) for x in [*BEAMS, *FEW, (1, 12, 4, 64, 32768)] for t in TYPES],
-    "enter": [enters(*x, t) for x in ENTRIES for t in TYPES],
+    "update_cache": [updates(*x, t) for x in ENTRIES for t in TYPES],
     "norm": [
         norms(*x, kind) for x in [(1, 768), (8, 768), (128, 512)] for kind in ("layer", "rms")
     ],

@@ -45,7 +45,7 @@ class Setting:
         self.k = min(topk, length)
 
     def dense(self) -> Tensor:
-        return self.layer.attention.mix(self.q, self.kept, self.mask, self.ctx, None)
+        return self.layer.attention.core_attention(self.q, self.kept, self.mask, self.ctx, None)
 
     def sparse(self) -> Tensor:
         return self.layer.sparse(self.x, self.q, self.index_q, self.kept, self.mask, self.ctx, None)

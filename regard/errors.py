@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from types import FrameType
+from typing import Any
 
 VERSION = "0.1.0"
 
@@ -27,6 +28,33 @@ class UsageError(ValueError):
 
 class Notice(UserWarning):
     """What a user should know though nothing is wrong; a command prints it as `note: ...`."""
+
+
+class Former:
+    """A method by its former name: it gives the new one, with a DeprecationWarning."""
+
+    def __init__(self, new: str):
+        self.new = new
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, thing: Any, kind: type) -> Any:
+        if thing is not None:
+            warnings.warn(f"{self.name} is called {self.new} now", DeprecationWarning, stacklevel=2)
+        return getattr(kind if thing is None else thing, self.new)
+
+
+class Renamed:
+    """A class with methods that have a `Former` name. A subclass that overrides one by that name, which nothing calls,
+    is told the new one."""
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        for base in cls.__mro__[1:]:
+            for name, former in vars(base).items():
+                if isinstance(former, Former) and name in vars(cls):
+                    raise UsageError(f"{cls.__name__}.{name} is called {former.new} now: rename it")
 
 
 def _package(frame: FrameType) -> str:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.config import Amount, Choice, Count, Fraction, Needs, Positive, settings
-from regard.errors import UsageError, nearest
+from regard.errors import Former, Renamed, UsageError, nearest
 from regard.kernels.c.train import gelu_tanh
 
 
@@ -117,7 +117,7 @@ class MLP:
         return FeedForward(self, dim, add)
 
 
-class FeedForward(nn.Module):
+class FeedForward(Renamed, nn.Module):
     """x (b t m) -> (b t f) -> residual + (b t m)."""
 
     def __init__(self, config: MLP, dim: int, add: Add | None = None):
@@ -130,15 +130,18 @@ class FeedForward(nn.Module):
         self.dropout, self.add = nn.Dropout(c.dropout or 0.0), add or Add()
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return self.leave(self.widen(x), residual)
+        return self.project_down(self.project_up(x), residual)
 
-    def widen(self, x: Tensor) -> Tensor:
+    def project_up(self, x: Tensor) -> Tensor:
         if self.gate is None:
             return self.act(self.up(x))
         return times(self.up(x), self.act(self.gate(x)))
 
-    def leave(self, h: Tensor, residual: Tensor | None) -> Tensor:
+    def project_down(self, h: Tensor, residual: Tensor | None) -> Tensor:
         return self.add(self.down(self.dropout(h)), residual)
+
+    widen = Former("project_up")
+    leave = Former("project_down")
 
 
 # --- heads: what turns hidden states into an answer ---------------------------------------------------------------

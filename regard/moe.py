@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.config import AtMost, Choice, Count, Divides, Positive, Whole, settings
-from regard.errors import UsageError
+from regard.errors import Former, Renamed, UsageError
 from regard.layers import MLP, Add, FeedForward, activation
 
 
@@ -61,7 +61,7 @@ class MoE:
         return MixtureOfExperts(self, dim, add)
 
 
-class MixtureOfExperts(nn.Module):
+class MixtureOfExperts(Renamed, nn.Module):
     """x (b t m) -> (b t m). Expert weights are stacked: gate and up (E f m), down (E m f); biases (E f), (E m)."""
 
     gate_bias: Tensor | None
@@ -136,16 +136,16 @@ class MixtureOfExperts(nn.Module):
             self.routed = score, chosen
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        x = self.enter(x)
+        x = self.expert_input(x)
         out = self.mix(x, *self.route(x.flatten(0, -2)))
         if self.shared is not None:
             shared = self.shared(x)
             if self.shared_gate is not None:
                 shared = self.sigmoid(self.shared_gate(x)) * shared
             out = self.plus(out, shared)
-        return self.leave(out, residual)
+        return self.add_residual(out, residual)
 
-    def enter(self, x: Tensor) -> Tensor:
+    def expert_input(self, x: Tensor) -> Tensor:
         """What the router and all experts read."""
         return x
 
@@ -162,7 +162,7 @@ class MixtureOfExperts(nn.Module):
     def plus(self, out: Tensor, shared: Tensor) -> Tensor:
         return out + shared
 
-    def leave(self, out: Tensor, residual: Tensor | None) -> Tensor:
+    def add_residual(self, out: Tensor, residual: Tensor | None) -> Tensor:
         return self.add(out, residual)
 
     def expert(self, x: Tensor, e: int) -> Tensor:
@@ -181,6 +181,9 @@ class MixtureOfExperts(nn.Module):
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return torch.sigmoid(x)
+
+    enter = Former("expert_input")
+    leave = Former("add_residual")
 
 
 def balance_loss(model: nn.Module, counted: Tensor | None = None) -> Tensor:

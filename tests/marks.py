@@ -36,13 +36,13 @@ def append(cache: Cache, size: int, lengths: list[int] | None = None) -> Span:
     start = int(cache.lengths[0])
     span = cache.begin(size, None if lengths is None else torch.tensor(lengths))
     for i, each in enumerate(entries(cache.batch, size, start)):
-        cache.layer(i).keep(**each)
+        cache.layer(i).update(**each)
     return span
 
 
 def held(cache: Cache) -> list[dict[int, float]]:
     """For each row: position -> the mark found there, from the last entry of the last layer."""
-    stored, span = cache.keep(1, {}) if cache.frozen else (cache._read(1), cache.span)
+    stored, span = cache.update(1, {}) if cache.frozen else (cache._read(1), cache.span)
     pos = span.index.expand(cache.batch, -1)
     mark = stored["latent"][..., 0]
     return [

@@ -53,9 +53,9 @@ def test_append_keeps_the_shape_of_each_entry(layout: str) -> None:
     cache = make(layout)
     cache.begin(3)
     first, second = entries(2, 3)
-    kept, span = cache.layer(0).keep(**first)
+    kept, span = cache.layer(0).update(**first)
     assert kept["k"].shape == (2, span.size, 2, 3) and kept["v"].shape == (2, span.size, 4)
-    assert cache.layer(1).keep(**second)[0]["latent"].shape == (2, span.size, 5)
+    assert cache.layer(1).update(**second)[0]["latent"].shape == (2, span.size, 5)
 
 
 @layouts
@@ -65,7 +65,7 @@ def test_append_of_ragged_rows_keeps_each_rows_own_tokens(layout: str) -> None:
     assert span.index.tolist() == [[0, 1, 2, 3], [0, 1, -1, -1]]
     span = cache.begin(2)
     assert span.index.tolist() == [[4, 5], [2, 3]]
-    cache.layer(1).keep(latent=torch.full((2, 2, 5), 9.0))
+    cache.layer(1).update(latent=torch.full((2, 2, 5), 9.0))
     assert held(cache) == [marks(0, 4) | {4: 9.0, 5: 9.0}, marks(1, 2) | {2: 9.0, 3: 9.0}]
     assert cache.even is None
 
@@ -139,7 +139,7 @@ def test_fork_copies_rows_and_leaves_the_old_cache_alone(layout: str) -> None:
     append(cache, 4)
     branch = cache.fork(torch.tensor([1, 0, 1]))
     branch.begin(1)
-    branch.layer(1).keep(latent=torch.full((3, 1, 5), 7.0))
+    branch.layer(1).update(latent=torch.full((3, 1, 5), 7.0))
     assert held(branch) == [marks(r, 4) | {4: 7.0} for r in (1, 0, 1)]
     assert held(cache) == [marks(0, 4), marks(1, 4)] and cache.lengths.tolist() == [4, 4]
     append(cache, 1)
@@ -163,7 +163,7 @@ def test_frozen_cache_is_read_and_not_written(layout: str) -> None:
     assert held(cache) == [marks(0, 3), marks(1, 3)]
     with pytest.raises(UsageError, match="frozen"):
         cache.begin(1)
-    kept, _ = cache.layer(1).keep(latent=torch.full((2, 3, 5), 9.0))
+    kept, _ = cache.layer(1).update(latent=torch.full((2, 3, 5), 9.0))
     assert (kept["latent"] != 9).all()
 
 
@@ -287,7 +287,7 @@ def test_cache_stores_in_its_own_dtype(layout: str) -> None:
     cache = make(layout, dtype=torch.bfloat16)
     for lengths in (None, [1, 2]):
         cache.begin(2, None if lengths is None else torch.tensor(lengths))
-        kept, _ = cache.layer(1).keep(latent=torch.ones(2, 2, 5))
+        kept, _ = cache.layer(1).update(latent=torch.ones(2, 2, 5))
         assert kept["latent"].dtype == torch.bfloat16
 
 

@@ -150,7 +150,7 @@ def test_sinks_show_the_first_tokens_and_the_last() -> None:
         mark = torch.tensor([[len(text) + i for i in range(size)] for text in texts]).float()
         for i, spec in enumerate(SPECS):
             each = {n: mark.view(2, size, *[1] * len(s)) for n, s in spec.token.items()}
-            cache.layer(i).keep(**{n: x.expand(-1, -1, *spec.token[n]) for n, x in each.items()})
+            cache.layer(i).update(**{n: x.expand(-1, -1, *spec.token[n]) for n, x in each.items()})
         for text, n in zip(texts, lengths, strict=True):
             text += range(len(text), len(text) + n)
 
@@ -206,7 +206,7 @@ def test_paged_fork_shares_pages_until_one_writes() -> None:
     assert cache.users[full] == cache.users[partial] == 3
     assert branch.tables == [[full, partial]] * 2
     branch.begin(1)
-    branch.layer(1).keep(latent=torch.full((2, 1, 5), 7.0))
+    branch.layer(1).update(latent=torch.full((2, 1, 5), 7.0))
     assert all(t[0] == full and t[1] != partial for t in branch.tables)
     assert cache.users[full] == 3 and cache.users[partial] == 1
     assert held(cache) == [marks(0, 4)] and held(branch) == [marks(0, 4) | {4: 7.0}] * 2
@@ -299,7 +299,7 @@ def test_paged_write_after_rewind_leaves_what_was_published_true(back: int) -> N
     cache.publish(0, ["a", "b"])
     cache.rewind(back)
     cache.begin(back)
-    cache.layer(1).keep(latent=torch.full((1, back, 5), 9.0))
+    cache.layer(1).update(latent=torch.full((1, back, 5), 9.0))
     other = Paged(SPECS, 1, pool=cache.pool)
     found = other.adopt(0, ["a", "b"])
     assert held(other) == [marks(0, found)] and found >= 3
@@ -315,7 +315,7 @@ def test_paged_write_into_a_page_that_was_adopted_leaves_it_to_the_others() -> N
     assert other.adopt(0, ["a", "b"]) == 6
     other.rewind(1)
     other.begin(1)
-    other.layer(1).keep(latent=torch.full((1, 1, 5), 9.0))
+    other.layer(1).update(latent=torch.full((1, 1, 5), 9.0))
     third = Paged(SPECS, 1, pool=cache.pool)
     assert third.adopt(0, ["a", "b"]) == 6
     assert held(cache) == held(third) == [marks(0, 6)]

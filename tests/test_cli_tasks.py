@@ -21,7 +21,7 @@ from regard.layers import LM, MLP
 from regard.models import Tokens, TransformerConfig
 from regard.position import Rope
 from regard.presets import PRESETS
-from regard.training.config import ELSEWHERE, Config
+from regard.training.config import FOREIGN_NAMES, Config
 from regard.training.objectives import seq2seq
 from regard.training.tasks import TASKS
 from tests.test_cli_train import CONFIG, TEXT
@@ -379,8 +379,8 @@ def test_what_elsewhere_leads_to_is_there() -> None:
     flags = {f"--{name.replace('_', '-')}" for name in flags_of(Options)}
     wanted = """learning_rate num_train_epochs per_device_train_batch_size gradient_accumulation_steps warmup_ratio bf16
         output_dir max_steps weight_decay lr_scheduler_type max_grad_norm save_steps eval_steps logging_steps seed"""
-    assert set(wanted.split()) <= ELSEWHERE.keys()
-    for name, here in ELSEWHERE.items():
+    assert set(wanted.split()) <= FOREIGN_NAMES.keys()
+    for name, here in FOREIGN_NAMES.items():
         first = here.split()[0]
         assert first in ours | flags | {"metrics.jsonl"}, (name, here)
         assert name not in vars(Config)["__dataclass_fields__"], name

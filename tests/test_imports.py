@@ -303,8 +303,9 @@ def test_no_machine_paths() -> None:
 
 # What a block is made of: these are replaced in fast/, by a row of a table, and nowhere else.
 PARTS = {
-    "attention", "cross", "ffn", "enter", "look", "mix", "leave", "widen", "project", "forward",
-    "hidden", "encode", "logits", "route", "choice", "dots", "join", "entries", "queries",
+    "attention", "cross", "ffn", "project_qkv", "attend", "core_attention", "project_out", "project_up",
+    "project_down", "expert_input", "mix", "add_residual", "project", "forward", "hidden", "encode", "logits",
+    "route", "choice", "dots", "join", "entries", "queries",
 }  # fmt: skip
 
 

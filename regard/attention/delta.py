@@ -170,7 +170,7 @@ class GatedDeltaRule(Mechanism):
         """Decay, recall, write and read of the state, however long the text is."""
         return 7 * self.h * self.config.key_dim * self.config.value_dim
 
-    def look(self, x: Tensor, ctx: Context) -> Tensor:
+    def attend(self, x: Tensor, ctx: Context) -> Tensor:
         fresh, store, spec = self.borders(ctx, len(x)), ctx.store, self.cache_spec()
         empty = {name: x.new_zeros(len(x), *shape) for name, shape in spec.state.items()}
         state = empty if store is None else store.state

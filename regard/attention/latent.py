@@ -82,7 +82,9 @@ class LatentAttention(Mechanism):
         keys = min(context, self.config.window or context)
         return 2 * keys * self.h * (self.d + self.r + self.e)
 
-    def mix(self, q: Tensor, kept: Entries, mask: Seen, ctx: Context, bias: Bias) -> Tensor:
+    def core_attention(
+        self, q: Tensor, kept: Entries, mask: Seen, ctx: Context, bias: Bias
+    ) -> Tensor:
         """Expanding s keys costs s c d per head; absorbing t queries saves that, but attends c wide instead of d."""
         few = ctx.store is not None and q.shape[1] * (self.c - self.d) < self.c * self.d
         return (self.absorbed if few else self.expanded)(q, kept, mask, ctx, bias)
@@ -100,7 +102,7 @@ class LatentAttention(Mechanism):
         if not self.r:
             return q
         nope, rope = q.split([self.d, self.r], -1)
-        return torch.cat([nope, ctx.turn(rope, self.config.rope)], -1)
+        return torch.cat([nope, ctx.rotate(rope, self.config.rope)], -1)
 
     def entries(self, x: Tensor, ctx: Context) -> Entries:
         """What a token leaves behind: its normalised latent (b t c) and its turned rotary key (b t r)."""
@@ -111,7 +113,7 @@ class LatentAttention(Mechanism):
         latent = latent if self.kv_norm is None else self.kv_norm(latent)
         if not self.r:
             return {"latent": latent}
-        return {"latent": latent, "k_rope": ctx.turn(rope[:, :, None], self.config.rope)[:, :, 0]}
+        return {"latent": latent, "k_rope": ctx.rotate(rope[:, :, None], self.config.rope)[:, :, 0]}
 
     def terms(self, ctx: Context, w_uv: Tensor | None = None) -> dict[str, Any]:
         drop, probe = self.config.dropout if self.training else 0.0, ctx.watch()

@@ -110,7 +110,7 @@ class GroupedQueryAttention(Mechanism):
 
     def as_queries(self, q: Tensor, ctx: Context) -> Tensor:
         """(b t hd) -> (b t h d), normed and turned."""
-        return ctx.turn(self.as_heads(q, self.q_norm), self.config.rope)
+        return ctx.rotate(self.as_heads(q, self.q_norm), self.config.rope)
 
     def as_heads(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
         """(b t nd) -> (b t n d), normed."""
@@ -126,16 +126,20 @@ class GroupedQueryAttention(Mechanism):
         return self.as_entries(self.wk(source), self.wv(source), ctx)
 
     def as_entries(self, k: Tensor, v: Tensor, ctx: Context) -> Entries:
-        k = ctx.turn(self.as_heads(k, self.k_norm), self.config.rope)
+        k = ctx.rotate(self.as_heads(k, self.k_norm), self.config.rope)
         return {"k": k, "v": v.unflatten(-1, (self.g, self.e))}
 
-    def mix(self, q: Tensor, kept: Entries, mask: Seen, ctx: Context, bias: Bias) -> Tensor:
+    def core_attention(
+        self, q: Tensor, kept: Entries, mask: Seen, ctx: Context, bias: Bias
+    ) -> Tensor:
         share = len(q) // len(kept["k"])
         if share > 1 and isinstance(mask, Visible):
             # Beams stand side by side as their source's queries.
             pos = mask.q.index.expand(len(q), -1).reshape(len(q) // share, -1)
             seen = None if mask.everything else Visible(mask.mask, Span(pos), mask.k)
-            o = self.mix(q.unflatten(0, (-1, share)).flatten(1, 2), kept, seen, ctx, None)
+            o = self.core_attention(
+                q.unflatten(0, (-1, share)).flatten(1, 2), kept, seen, ctx, None
+            )
             return o.unflatten(1, (share, -1)).flatten(0, 1)
         return attend(
             q, kept["k"], kept["v"], mask, bias=bias, scale=self.scale, softcap=self.config.softcap,

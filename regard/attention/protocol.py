@@ -1,8 +1,8 @@
 """What a mechanism is: everything that stands in a block and looks at other tokens; and what it is told besides x.
 
 A mechanism is a frozen config (`MechanismConfig`) and the module that it makes (`Mechanism`). `forward` is written
-here, once: fast forms replace `enter`, `mix` or `leave` (regard/fast), and models, summaries and caches ask for
-`cache_spec` and `flops`, whatever the mechanism is.
+here, once: fast forms replace `project_qkv`, `core_attention` or `project_out` (regard/fast), and models, summaries
+and caches ask for `cache_spec` and `flops`, whatever the mechanism is.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from regard.attention.core import Probe
 from regard.cache import CacheSpec
 from regard.cache.base import Store
+from regard.errors import Former, Renamed
 from regard.layers import Add
 from regard.mask import Full, Mask, Span, Visible, Window
 from regard.position import Rope, rotate
@@ -52,7 +53,7 @@ class Context:
         key, pos = (rope, dim, dtype), self.pos
         return self.once(key, lambda: rope.angles(pos.absolute, dim, dtype, pos.reach))
 
-    def turn(self, x: Tensor, rope: Rope | None, layout: str | None = None) -> Tensor:
+    def rotate(self, x: Tensor, rope: Rope | None, layout: str | None = None) -> Tensor:
         """x (b t h d) rotated to its positions."""
         if rope is None:
             return x
@@ -60,11 +61,11 @@ class Context:
         cos, sin = self.angles(rope, x.shape[-1], dtype)
         return rotate(x.to(dtype), cos, sin, layout or rope.layout).to(x.dtype)
 
-    def keep(self, **entries: Tensor) -> tuple[Entries, Span]:
+    def update_cache(self, **entries: Tensor) -> tuple[Entries, Span]:
         """Every token's entries so far and their positions; without a cache, the entries as they are."""
         if self.store is None:
             return entries, self.memory_pos or self.pos
-        return self.store.keep(**entries)
+        return self.store.update(**entries)
 
     def visible(self, k_pos: Span, window: int | None = None) -> Visible:
         """The mask bound to these keys, within the window of the layer and of its cache; layers that
@@ -95,6 +96,9 @@ class Context:
         """The probe for this place (such as `decoder.3.self`), or None if it does not want it."""
         return None if self.probe is None else self.probe.at(self.site)
 
+    turn = Former("rotate")
+    keep = Former("update_cache")
+
 
 class MechanismConfig(Protocol):
     """What a tower asks of the config of a mechanism: a frozen dataclass under `regard.config.settings`."""
@@ -118,10 +122,10 @@ class MechanismConfig(Protocol):
         """The module, in a model of width `dim`; of cross-attention, to a memory of `memory_dim`."""
 
 
-class Mechanism(nn.Module):
+class Mechanism(Renamed, nn.Module):
     """x (b t m) -> residual + f(x) (b t m), or f(x) alone without a residual."""
 
-    # Methods with the call of `mix` that compute the same, where it can be computed in more than one way.
+    # Methods with the call of `core_attention` that compute the same, where it can be computed in more than one way.
     forms: ClassVar[tuple[str, ...]] = ()
     # Whether several rows of queries may read one row of what was kept: beams that share a source.
     shares_rows: ClassVar[bool] = False
@@ -132,15 +136,15 @@ class Mechanism(nn.Module):
     add: Add
 
     def forward(self, x: Tensor, ctx: Context, residual: Tensor | None = None) -> Tensor:
-        return self.leave(self.weigh(self.look(x, ctx), x), residual)
+        return self.project_out(self.weigh(self.attend(x, ctx), x), residual)
 
-    def look(self, x: Tensor, ctx: Context) -> Tensor:
-        q, new = self.enter(x, ctx)
-        kept, k_pos = ctx.keep(**new)  # every token so far
+    def attend(self, x: Tensor, ctx: Context) -> Tensor:
+        q, new = self.project_qkv(x, ctx)
+        kept, k_pos = ctx.update_cache(**new)  # every token so far
         mask = ctx.visible(k_pos, self.config.window)
-        return self.mix(q, kept, mask, ctx, ctx.bias(k_pos))  # b t h e
+        return self.core_attention(q, kept, mask, ctx, ctx.bias(k_pos))  # b t h e
 
-    def enter(self, x: Tensor, ctx: Context) -> tuple[Any, Entries]:
+    def project_qkv(self, x: Tensor, ctx: Context) -> tuple[Any, Entries]:
         """Projections, head norms, positions: queries (b t h d), and what each token leaves behind."""
         return self.queries(self.query_input(x), ctx), self.entries(x, ctx)
 
@@ -156,19 +160,19 @@ class Mechanism(nn.Module):
         cache already holds it."""
         raise NotImplementedError
 
-    def mix(self, q: Any, kept: Entries, mask: Seen, ctx: Context, bias: Bias) -> Tensor:
+    def core_attention(self, q: Any, kept: Entries, mask: Seen, ctx: Context, bias: Bias) -> Tensor:
         """The mechanism itself: queries meet all that was kept. (b t h e)"""
         raise NotImplementedError
 
     def gathered(self, q: Tensor, kept: Entries, mask: Seen, ctx: Context, bias: Bias) -> Tensor:
-        """`mix` where every query has keys of its own: the batch is of single queries."""
-        return self.mix(q, kept, mask, ctx, bias)
+        """`core_attention` where every query has keys of its own: the batch is of single queries."""
+        return self.core_attention(q, kept, mask, ctx, bias)
 
     def weigh(self, o: Tensor, x: Tensor) -> Tensor:
         """What was seen, by how much of it x lets through, where a mechanism has such a gate."""
         return o
 
-    def leave(self, o: Tensor, residual: Tensor | None = None) -> Tensor:
+    def project_out(self, o: Tensor, residual: Tensor | None = None) -> Tensor:
         """Output projection, and what a block adds to its stream."""
         return self.add(self.wo(o.flatten(2)), residual)
 
@@ -178,3 +182,8 @@ class Mechanism(nn.Module):
     def flops(self, context: int) -> int:
         """Of one query over `context` keys, without the weights: scores and weighted sums."""
         raise NotImplementedError
+
+    enter = Former("project_qkv")
+    look = Former("attend")
+    mix = Former("core_attention")
+    leave = Former("project_out")

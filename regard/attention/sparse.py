@@ -106,7 +106,7 @@ class Indexer(nn.Module):
 
     def turned(self, x: Tensor, ctx: Context) -> Tensor:
         r = self.config.rope_dim
-        turned = ctx.turn(x[..., :r], self.config.attention.rope, "half")
+        turned = ctx.rotate(x[..., :r], self.config.attention.rope, "half")
         return torch.cat([turned, x[..., r:]], -1)
 
     def scores(self, q: Tensor, k: Tensor, x: Tensor) -> Tensor:
@@ -214,7 +214,8 @@ def choose(scores: Tensor, k: int) -> Tensor:
 
 
 class SparseAttention(Mechanism):
-    """`mix` gathers; with no more than `topk` keys it is the dense layer. See test_dsa_covering_all_keys_is_dense."""
+    """`core_attention` gathers; with no more than `topk` keys it is the dense layer. See
+    test_dsa_covering_all_keys_is_dense."""
 
     def __init__(self, config: DSA, dim: int, add: Add | None = None):
         super().__init__()
@@ -232,23 +233,23 @@ class SparseAttention(Mechanism):
         index = 2 * context * self.indexer.h * self.indexer.d
         return index + self.attention.flops(min(context, self.config.topk))
 
-    def enter(self, x: Tensor, ctx: Context) -> tuple[tuple[Tensor, Tensor, Tensor], Entries]:
+    def project_qkv(self, x: Tensor, ctx: Context) -> tuple[tuple[Tensor, Tensor, Tensor], Entries]:
         c_q = self.attention.query_input(x)
         index_k = self.indexer.kept(self.indexer.keys(x, ctx))
         new = {**self.attention.entries(x, ctx), "index_k": index_k}
         return (self.attention.queries(c_q, ctx), c_q, x), new
 
-    def mix(self, q: Any, kept: Entries, mask: Seen, ctx: Context, bias: Bias) -> Tensor:
+    def core_attention(self, q: Any, kept: Entries, mask: Seen, ctx: Context, bias: Bias) -> Tensor:
         assert isinstance(mask, Visible)
         queries, c_q, x = q
         if self.dense(mask.k.size):
-            return self.attention.mix(queries, kept, mask, ctx, bias)
+            return self.attention.core_attention(queries, kept, mask, ctx, bias)
         return self.sparse(x, queries, self.indexer.queries(c_q, ctx), kept, mask, ctx, bias)
 
     def weigh(self, o: Tensor, x: Tensor) -> Tensor:
         return self.attention.weigh(o, x)
 
-    def leave(self, o: Tensor, residual: Tensor | None = None) -> Tensor:
+    def project_out(self, o: Tensor, residual: Tensor | None = None) -> Tensor:
         return self.add(self.attention.wo(o.flatten(2)), residual)
 
     def dense(self, keys: int) -> bool:
@@ -283,7 +284,7 @@ class SparseAttention(Mechanism):
             here = ctx if probe is None else replace(ctx, probe=Spread(probe, rows, chosen, (t, s)))
             out.append(self.attend_chosen(q[:, rows], kept, chosen, seen, added, here))
         whole = torch.cat(out, 1)
-        return self.attention.mix(q, kept, whole[:, None], ctx, bias) if hide else whole
+        return self.attention.core_attention(q, kept, whole[:, None], ctx, bias) if hide else whole
 
     def choice(self, scores: Tensor, k: int, order: Tensor | None) -> Tensor:
         """The k best slots of each query; `order` (b s) lists slots by position where they lie otherwise."""

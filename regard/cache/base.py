@@ -2,7 +2,7 @@
 
 A mechanism declares what one token leaves behind, such as {"k": (g, d), "v": (g, d)} or {"latent": (c,)}; a recurrent
 layer declares a fixed `state`. Any layout stores any contents. A forward pass calls `begin` once, which gives the new
-tokens their positions, and each layer then calls `keep`, which stores its entries and returns all of them. Slots are
+tokens their positions, and each layer then calls `update`, which stores its entries and returns all of them. Slots are
 zero before they are written: 0 * NaN is NaN, so a masked slot must hold a number.
 """
 
@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from regard.errors import UsageError
+from regard.errors import Former, Renamed, UsageError
 from regard.mask import Span
 from regard.position import Rope
 
@@ -60,7 +60,7 @@ class Store(Protocol):
     @property
     def state(self) -> State: ...
 
-    def keep(self, **entries: Tensor) -> tuple[dict[str, Tensor], Span]: ...
+    def update(self, **entries: Tensor) -> tuple[dict[str, Tensor], Span]: ...
 
     def put(self, state: State, past: Past) -> None: ...
 
@@ -71,8 +71,8 @@ class Layer:
     def __init__(self, cache: Cache, index: int):
         self.cache, self.index = cache, index
 
-    def keep(self, **entries: Tensor) -> tuple[dict[str, Tensor], Span]:
-        return self.cache.keep(self.index, entries)
+    def update(self, **entries: Tensor) -> tuple[dict[str, Tensor], Span]:
+        return self.cache.update(self.index, entries)
 
     @property
     def window(self) -> int | None:
@@ -85,8 +85,10 @@ class Layer:
     def put(self, state: State, past: Past) -> None:
         self.cache.states[self.index], self.cache.pasts[self.index] = state, past
 
+    keep = Former("update")
 
-class Cache:
+
+class Cache(Renamed):
     """The operations; a layout adds where tokens lie. Rows may have different lengths."""
 
     # How far back a token may look; a layout that forgets says it.
@@ -127,7 +129,7 @@ class Cache:
 
     @property
     def span(self) -> Span:
-        """Positions of every slot that `keep` returns."""
+        """Positions of every slot that `update` returns."""
         return self._all
 
     def layer(self, index: int) -> Layer:
@@ -305,7 +307,7 @@ class Cache:
         self._free()
         self._all = self._positions()
 
-    def keep(self, layer: int, entries: dict[str, Tensor]) -> tuple[dict[str, Tensor], Span]:
+    def update(self, layer: int, entries: dict[str, Tensor]) -> tuple[dict[str, Tensor], Span]:
         """Store the entries of the tokens announced by `begin`, return all tokens' entries and positions."""
         if not self.frozen:
             self._write(layer, entries)
@@ -338,6 +340,8 @@ class Cache:
 
     def _check_rewind(self, drop: Tensor) -> None:
         """Layouts that forget refuse what they no longer hold."""
+
+    keep = Former("update")
 
 
 def _common(lengths: Tensor) -> int | None:

@@ -151,9 +151,9 @@ def check_flags(arguments: list[str], flags: list[str], name: str, settable: boo
         close = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
         hint = f"did you mean {close[0]}?" if close else f"see regard {name} --help"
         if settable:
-            from regard.training.config import ELSEWHERE  # slow to import
+            from regard.training.config import FOREIGN_NAMES  # slow to import
 
-            ours = ELSEWHERE.get(flag.removeprefix("--").replace("-", "_"))
+            ours = FOREIGN_NAMES.get(flag.removeprefix("--").replace("-", "_"))
             # A setting has a dot in its name, a flag is one already.
             dashes = "" if not ours or ours.startswith(("--", "metrics")) else "--"
             hint = f"here it is {dashes}{ours}" if ours else hint

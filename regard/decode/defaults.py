@@ -54,7 +54,7 @@ INERT = frozenset(
     transformers_version _from_model_config""".split()  # noqa: SIM905
 )
 # Keys that are not taken, each with the values that do nothing.
-ELSEWHERE: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "max_time": (),
     "stop_strings": (),
     "cache_implementation": (
@@ -124,8 +124,8 @@ def _folder_settings(model: Any, origin: Any) -> tuple[dict[str, Any], str]:
     where = FILE if FILE in origin.files else "config.json"
     said = read_json(origin.files, FILE) if FILE in origin.files else _legacy(origin.config)
     said = {key: value for key, value in said.items() if value is not None}
-    for key in ELSEWHERE.keys() & said.keys():
-        idle = said[key] in ELSEWHERE[key] or (key in DRAWN and said.get("do_sample") is not True)
+    for key in UNSUPPORTED.keys() & said.keys():
+        idle = said[key] in UNSUPPORTED[key] or (key in DRAWN and said.get("do_sample") is not True)
         if not idle:
             more = f"{key}={said[key]!r:.60} is not taken, so texts may differ from transformers'"
             notice(f"{where}: {more}" + ("; give stop=" if key == "stop_strings" else ""))

@@ -17,7 +17,7 @@ EARLY = ("heuristic", "never", "first")
 OVERFLOW = ("error", "crop", "sinks")
 MOST_TOPS = 20  # tokens listed beside each one that was chosen
 # What transformers and others call our settings.
-ELSEWHERE = {
+FOREIGN_NAMES = {
     "assistant_model": "draft_model",
     "bad_words_ids": "banned, and sequence_bias={(5, 6): -inf} for words of several tokens",
     "best_of": "samples",
@@ -210,8 +210,8 @@ LIMITS = [(f.name, *f.metadata["limits"]) for f in fields(Settings) if f.metadat
 
 def hint(name: str) -> str:
     """What a setting that we do not have is called here."""
-    if name in ELSEWHERE:
-        return f"here it is {ELSEWHERE[name]}"
+    if name in FOREIGN_NAMES:
+        return f"here it is {FOREIGN_NAMES[name]}"
     if name in GONE:
         return f"it is gone: {GONE[name]}"
     return nearest(name, DEFAULTS)

@@ -6,9 +6,9 @@
     watch(model, watcher)              every step shown to a watcher (watch.py): no faster, for parity
     print(fast.explain())              which parts are fast, which are not, and why
 
-A fast part is another module with the same call. It overrides one step of the plain one (`enter`, `mix`, `leave`,
-`widen`, `project`, ...), never its forward, and decides by what it is given, never by a model's name. One that may
-stand in a plain model names the class that it computes the `same_as`.
+A fast part is another module with the same call. It overrides one step of the plain one (`project_qkv`,
+`core_attention`, `project_out`, `project_up`, ...), never its forward, and decides by what it is given, never by a
+model's name. One that may stand in a plain model names the class that it computes the `same_as`.
 """
 
 from __future__ import annotations

@@ -106,9 +106,9 @@ class Joined(GroupedQueryAttention):
 
     same_as = GroupedQueryAttention
 
-    def enter(self, x: Tensor, ctx: Context) -> tuple[Tensor, dict[str, Tensor]]:
+    def project_qkv(self, x: Tensor, ctx: Context) -> tuple[Tensor, dict[str, Tensor]]:
         if not torch.is_grad_enabled():
-            return super().enter(x, ctx)
+            return super().project_qkv(x, ctx)
         parts = (self.wq, self.wk, self.wv)
         weight = torch.cat([part.weight for part in parts])
         bias = torch.cat([part.bias for part in parts]) if self.config.bias else None
@@ -121,9 +121,9 @@ class Biased(FeedForward):
 
     same_as = FeedForward
 
-    def widen(self, x: Tensor) -> Tensor:
+    def project_up(self, x: Tensor) -> Tensor:
         if not takes_bias(x, self.up.bias):
-            return super().widen(x)
+            return super().project_up(x)
         return bias_gelu(F.linear(x, self.up.weight), self.up.bias)
 
 

@@ -39,11 +39,11 @@ class Watcher:
     def answer(self, logits: Tensor) -> Tensor:
         return logits
 
-    def mix(self, part: WatchedMechanism, step: Step, *args: Any) -> Tensor:
+    def core_attention(self, part: WatchedMechanism, step: Step, *args: Any) -> Tensor:
         return step(*args)
 
     def read(self, part: WatchedMechanism, ctx: Context) -> None:
-        """A part looked at what lies in the cache of `ctx` by a way of its own, not by `mix`."""
+        """A part looked at what lies in the cache of `ctx` by a way of its own, not by `core_attention`."""
 
     def dense(self, step: Step, keys: int) -> bool:
         return step(keys)
@@ -98,28 +98,28 @@ class WatchedMechanism(Watched, Mechanism):
     of the mechanism has them: C code and a graph make queries and look at the cache in one."""
 
     cross: bool
-    mixed: bool
+    attended: bool
 
-    def look(self, x: Any, ctx: Context) -> Tensor:
-        self.mixed = False
-        o = super().look(x, ctx)
-        if not self.mixed:
+    def attend(self, x: Any, ctx: Context) -> Tensor:
+        self.attended = False
+        o = super().attend(x, ctx)
+        if not self.attended:
             self.watcher.read(self, ctx)
         return o
 
-    def enter(self, x: Tensor, ctx: Context) -> tuple[Any, dict[str, Tensor]]:
-        q, new = super().enter(x, ctx)
+    def project_qkv(self, x: Tensor, ctx: Context) -> tuple[Any, dict[str, Tensor]]:
+        q, new = super().project_qkv(x, ctx)
         q = (self.see(q[0], "q"), *q[1:]) if isinstance(q, tuple) else self.see(q, "q")
         return q, {key: self.see(entry, key, self.cross) for key, entry in new.items()}
 
-    def mix(self, q: Any, kept: Any, mask: Any, *rest: Any) -> Tensor:
-        if self.mixed or not isinstance(mask, Visible):
-            return super().mix(q, kept, mask, *rest)
-        self.mixed = True
-        return self.watcher.mix(self, super().mix, q, kept, mask, *rest)
+    def core_attention(self, q: Any, kept: Any, mask: Any, *rest: Any) -> Tensor:
+        if self.attended or not isinstance(mask, Visible):
+            return super().core_attention(q, kept, mask, *rest)
+        self.attended = True
+        return self.watcher.core_attention(self, super().core_attention, q, kept, mask, *rest)
 
-    def leave(self, o: Tensor, residual: Any = None) -> Any:
-        return super().leave(self.see(o, "before wo"), residual)
+    def project_out(self, o: Tensor, residual: Any = None) -> Any:
+        return super().project_out(self.see(o, "before wo"), residual)
 
 
 class WatchedSparse(WatchedMechanism, SparseAttention):
@@ -142,8 +142,8 @@ class WatchedIndexer(Watched, GraphIndexer):
 class WatchedFeedForward(Watched, FeedForward):
     """What lies between its two products is seen."""
 
-    def widen(self, x: Any) -> Tensor:
-        return self.see(super().widen(x), " hidden")
+    def project_up(self, x: Any) -> Tensor:
+        return self.see(super().project_up(x), " hidden")
 
 
 class WatchedExperts(Watched, MixtureOfExperts):
@@ -254,7 +254,7 @@ class Formed(Mechanism):
 
     form: str
 
-    def mix(self, *args: Any) -> Tensor:
+    def core_attention(self, *args: Any) -> Tensor:
         return getattr(self, self.form)(*args)
 
 

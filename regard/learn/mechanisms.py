@@ -394,7 +394,7 @@ def cross_attention(x: Numbers, k: Numbers) -> Tables:
     yield grid("output", out, "target")
 
 
-@topic(f"{HEADS}::GQA", f"{HEADS}::GroupedQueryAttention.mix")
+@topic(f"{HEADS}::GQA", f"{HEADS}::GroupedQueryAttention.core_attention")
 def gqa(heads: int = 8, kv_heads: int = 2, head_dim: int = 64) -> Tables:
     """How many key and value heads does a model need?
 

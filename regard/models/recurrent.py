@@ -167,7 +167,7 @@ class MemoryAttention(nn.Module):
             memory = entries["h"] = x if ctx.memory is None else ctx.memory
             if not self.score.fused:
                 entries["k"] = self.score.key(memory)
-        kept, pos = ctx.keep(**entries)
+        kept, pos = ctx.update_cache(**entries)
         return kept, ctx.visible(pos)
 
     def forward(

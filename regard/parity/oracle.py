@@ -90,7 +90,7 @@ class Oracle(Watcher):
         self.steps.append(Step(name, x.clone(), error, name, tied=tied))
         return torch.where(real.view(*real.shape, *[1] * (x.dim() - 2)), got, x)
 
-    def mix(self, part: WatchedMechanism, step: Part, *args: Any) -> Tensor:
+    def core_attention(self, part: WatchedMechanism, step: Part, *args: Any) -> Tensor:
         """Call by call as the run made them, each with the keys that it had."""
         q, kept, mask, ctx, _ = args
         calls = self.trace.calls.get(part.name)

@@ -220,14 +220,14 @@ class Recorder(Watcher):
         rows = range(self.trace.size[0])
         self.source_cells = Cells([(row, 0, self.trace.source) for row in rows])
 
-    def mix(self, part: WatchedMechanism, step: Part, *args: Any) -> Tensor:
+    def core_attention(self, part: WatchedMechanism, step: Part, *args: Any) -> Tensor:
         o = step(*args)
         _, kept, mask, _, _ = args
         self.attended(part, kept, mask.k.index)
         return o
 
     def read(self, part: WatchedMechanism, ctx: Context) -> None:
-        kept, span = ({}, ctx.pos) if ctx.store is None else ctx.store.keep()
+        kept, span = ({}, ctx.pos) if ctx.store is None else ctx.store.update()
         if not kept:
             return
         cells = self.cells

@@ -147,7 +147,7 @@ class Config:
 
 # What Trainer, TRL, axolotl, litgpt and others call our settings, or flags of `regard train`; behind the name what to
 # know of it.
-ELSEWHERE = {
+FOREIGN_NAMES = {
     name: here
     for here, names in {
         "train.optim.lr": "lr learning_rate max_lr",
@@ -205,9 +205,11 @@ def _known(cls: type, data: dict[str, Any], where: str = "") -> None:
     """Name our setting where one is called as elsewhere; what is left is told by from_dict."""
     hints = get_type_hints(cls)
     for key, value in data.items():
-        if key not in hints and key in ELSEWHERE:
-            flag = "the flag " if ELSEWHERE[key].startswith("--") else ""
-            raise UsageError(f"{where}{key} is not a setting; here it is {flag}{ELSEWHERE[key]}")
+        if key not in hints and key in FOREIGN_NAMES:
+            flag = "the flag " if FOREIGN_NAMES[key].startswith("--") else ""
+            raise UsageError(
+                f"{where}{key} is not a setting; here it is {flag}{FOREIGN_NAMES[key]}"
+            )
         if isinstance(value, dict) and is_dataclass(hints.get(key)):
             _known(hints[key], value, f"{where}{key}.")
 

@@ -9,7 +9,7 @@ from regard.attention import GQA
 from regard.block import Tower
 from regard.cache import FIRST
 from regard.decode.engine import Engine
-from regard.decode.settings import DEFAULTS, ELSEWHERE, Request, Settings
+from regard.decode.settings import DEFAULTS, FOREIGN_NAMES, Request, Settings
 from regard.errors import Notice, UsageError
 from regard.layers import LM, MLP
 from regard.models import Tokens, TransformerConfig
@@ -121,8 +121,8 @@ def test_early_stopping_may_be_said_as_in_transformers() -> None:
 
 def test_names_of_other_libraries_are_not_ours() -> None:
     """A hint for a setting that we have would never be read; each names settings that we have."""
-    assert not set(ELSEWHERE) & set(DEFAULTS)
-    for hint in ELSEWHERE.values():
+    assert not set(FOREIGN_NAMES) & set(DEFAULTS)
+    for hint in FOREIGN_NAMES.values():
         assert hint.split()[0].strip(",") in {*DEFAULTS, "stop", "draft_model"}
 
 

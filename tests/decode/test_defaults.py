@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 import regard
 from regard.checkpoint import families
 from regard.decode import defaults
-from regard.decode.defaults import ELSEWHERE, FILE, INERT, READ, TAKEN, settings_of
+from regard.decode.defaults import FILE, INERT, READ, TAKEN, UNSUPPORTED, settings_of
 from regard.decode.engine import Engine
 from regard.decode.settings import Request, Settings
 from regard.errors import Notice, UsageError
@@ -102,7 +102,7 @@ def quiet() -> Iterator[None]:
 
 def test_every_key_of_transformers_is_decided() -> None:
     """A new key of transformers fails here until it is."""
-    tables = [set(TAKEN), set(READ), set(INERT), set(ELSEWHERE)]
+    tables = [set(TAKEN), set(READ), set(INERT), set(UNSUPPORTED)]
     assert sum(map(len, tables)) == len(set().union(*tables))
     assert set(KEYS) <= set().union(*tables)
     assert set(TAKEN.values()) <= set(defaults.DEFAULTS)
@@ -241,7 +241,7 @@ ACTIVE: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("key", ELSEWHERE)
+@pytest.mark.parametrize("key", UNSUPPORTED)
 def test_a_key_that_is_not_taken_is_named(key: str) -> None:
     f = folder("gpt2")
     f.say({})
@@ -252,7 +252,7 @@ def test_a_key_that_is_not_taken_is_named(key: str) -> None:
     # What matters where tokens are drawn alone is idle where none is.
     drawn = {"top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
     greedy = [said | {key: ACTIVE[key], "do_sample": False}] if key in drawn else []
-    for quiet in (*greedy, *(said | {key: idle} for idle in (None, *ELSEWHERE[key]))):
+    for quiet in (*greedy, *(said | {key: idle} for idle in (None, *UNSUPPORTED[key]))):
         f.ours.origin.files[FILE] = json.dumps(quiet).encode()
         with warnings.catch_warnings():
             warnings.simplefilter("error", Notice)

@@ -89,7 +89,7 @@ class Placed:
 
     def forward(self: Any, x: Tensor, ctx: Context, residual: Tensor | None = None) -> Tensor:
         o = torch.cat([self.one(x, i, ctx) for i in range(x.shape[1])], 1)
-        return self.leave(self.weigh(o, x), residual)
+        return self.project_out(self.weigh(o, x), residual)
 
     def one(self: Any, x: Tensor, i: int, ctx: Context) -> Tensor:
         at = places(i, x.shape[1])[None]
@@ -97,7 +97,9 @@ class Placed:
         q = self.queries(self.query_input(x[:, i : i + 1]), Context(own))
         kept = self.entries(x, Context(Span(at.clamp(min=0))))
         seen = Context(own, Causal(), relative=ctx.relative, backend="reference")
-        return self.mix(q, kept, seen.visible(keys, self.config.window), seen, seen.bias(keys))
+        return self.core_attention(
+            q, kept, seen.visible(keys, self.config.window), seen, seen.bias(keys)
+        )
 
 
 @contextmanager

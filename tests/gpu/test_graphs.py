@@ -356,7 +356,7 @@ def test_index_on_cuda(fp8: bool) -> None:
     norm = (torch.rand(d).cuda().bfloat16() + 0.5, torch.zeros(d).cuda(), 0.0)
     weight, x = torch.randn(h, 96).cuda(), torch.randn(b, 96).cuda().bfloat16()
     given = (x, weight, q, sign, kept, table, pos)
-    asked, w = gpu_sparse.enter(*given, norm=norm, angles=None, fp8=fp8)
+    asked, w = gpu_sparse.update_cache(*given, norm=norm, angles=None, fp8=fp8)
     own = x.float() @ weight.T * (h * d) ** -0.5
     full = kept[table.long()].flatten(1, 2)
     want = index_scores((fp8_dots if fp8 else dots_exact)(q[:, None], full), own[:, None])[:, 0]

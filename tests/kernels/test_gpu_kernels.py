@@ -141,8 +141,8 @@ def test_gpu_attention_matches_attend(
     angles = (cos, sin) if turned else None
     q, new_k, new_v = qkv.view(b, -1, d).split([h, g, g], 1)
     if angles is not None:
-        q = gpu_attention.turn(q, angles[0][pos], angles[1][pos])
-        new_k = gpu_attention.turn(new_k, angles[0][pos], angles[1][pos])
+        q = gpu_attention.rotate(q, angles[0][pos], angles[1][pos])
+        new_k = gpu_attention.rotate(new_k, angles[0][pos], angles[1][pos])
     full_k, full_v, row = k.clone(), v.clone(), torch.arange(b)
     full_k[row, pos], full_v[row, pos] = new_k, new_v
     at = torch.arange(s)
@@ -311,15 +311,15 @@ def test_gpu_latent_matches_attend(
 
 @each_dtype
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
-def test_gpu_turn_matches_rotate(layout: str, dtype: torch.dtype) -> None:
+def test_gpu_rotate_matches_position(layout: str, dtype: torch.dtype) -> None:
     """Features inside wider ones, some of which do not turn; out of place and in place."""
     whole, pos = torch.randn(5, 3, 44).to(dtype), torch.tensor([7, 0, 3, 3, 9])
     cos, sin = (torch.randn(10, 6).to(dtype) for _ in range(2))
     x = whole[..., 20:36]
     want = rotate(x[:, None], cos[pos][:, None, None], sin[pos][:, None, None], layout)[:, 0]
-    close(gpu_latent.turn(x, (cos, sin), pos, layout != "half"), want, dtype)
+    close(gpu_latent.rotate(x, (cos, sin), pos, layout != "half"), want, dtype)
     before = whole.clone()
-    gpu_latent.turn(x, (cos, sin), pos, layout != "half", out=x)
+    gpu_latent.rotate(x, (cos, sin), pos, layout != "half", out=x)
     close(x, want, dtype)
     before[..., 20:36] = x
     assert torch.equal(whole, before)
@@ -354,7 +354,7 @@ def test_gpu_topk_is_choose(s: int, k: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 @each_dtype
 @pytest.mark.parametrize("layout, low", [("half", True), ("interleaved", False)])
-def test_gpu_keep_matches_the_parts(layout: str, low: bool, dtype: torch.dtype) -> None:
+def test_gpu_update_cache_matches_the_parts(layout: str, low: bool, dtype: torch.dtype) -> None:
     """Query latents, latents and rotary keys inside a wider product; no norm where there is none."""
     b, a, c, r, page = 3, 40, 32, 16, 4
     both, pos = torch.randn(b, a + c + r + 8).to(dtype), torch.tensor([7, 0, 5])
@@ -364,7 +364,9 @@ def test_gpu_keep_matches_the_parts(layout: str, low: bool, dtype: torch.dtype) 
     table = torch.randperm(6).view(b, 2).int()
     more = {"angles": (cos, sin), "paired": layout != "half"}
     place = ((latents, ropes), table, pos)
-    got = gpu_latent.keep(both, a, low, *place, norms=(norms[0] if low else None, norms[1]), **more)  # type: ignore[arg-type]
+    got = gpu_latent.update_cache(
+        both, a, low, *place, norms=(norms[0] if low else None, norms[1]), **more
+    )  # type: ignore[arg-type]
     assert got.shape == (b, a if low else 0)
     if low:
         close(got, gpu_linear.rms_norm(both[:, :a], norms[0]), dtype)
@@ -382,7 +384,7 @@ def test_gpu_keep_matches_the_parts(layout: str, low: bool, dtype: torch.dtype) 
 
 @each_dtype
 @pytest.mark.parametrize("r", [0, 12, 16])
-def test_gpu_sparse_enter_matches_the_indexer(r: int, dtype: torch.dtype) -> None:
+def test_gpu_sparse_update_cache_matches_the_indexer(r: int, dtype: torch.dtype) -> None:
     b, h, d, m, page = 3, 5, 16, 40, 4
     attention = regard.GQA(2, 2, 16, rope=regard.Rope() if r else None)
     indexer = regard.DSA(attention, h, d, 4, rope_dim=r).make(m).indexer.to(dtype)
@@ -405,14 +407,18 @@ def test_gpu_sparse_enter_matches_the_indexer(r: int, dtype: torch.dtype) -> Non
         inside = torch.cat([more, key], -1)[:, 7:]
         norm = (indexer.k_norm.weight, indexer.k_norm.bias, indexer.k_norm.eps)
         form = {"norm": norm, "angles": (cos, sin) if r else None, "fp8": False}
-        asked, w = gpu_sparse.enter(x, indexer.ww.weight, q, inside, keys, table, pos, **form)  # type: ignore[arg-type]
+        asked, w = gpu_sparse.update_cache(
+            x, indexer.ww.weight, q, inside, keys, table, pos, **form
+        )  # type: ignore[arg-type]
         close(w, indexer.weights(x), dtype)
         close(asked, want[0], dtype)
         page_of = table[torch.arange(b), pos // page].long()
         close(keys[page_of, pos % page], want[1], dtype)
         before = keys.clone()
         # The key alone.
-        gpu_sparse.enter(x, indexer.ww.weight, None, inside, keys.zero_(), table, pos, **form)  # type: ignore[arg-type]
+        gpu_sparse.update_cache(
+            x, indexer.ww.weight, None, inside, keys.zero_(), table, pos, **form
+        )  # type: ignore[arg-type]
         assert torch.equal(keys, before)
 
 
@@ -704,7 +710,7 @@ def test_gpu_lay_matches_indexing(turned: bool, rows: bool) -> None:
     q, k, v = qkv.unflatten(1, (-1, d)).split([h, g, g], 1)
     if angles is not None:
         cos, sin = angles[0][pack.pos], angles[1][pack.pos]
-        q, k = gpu_attention.turn(q, cos, sin), gpu_attention.turn(k, cos, sin)
+        q, k = gpu_attention.rotate(q, cos, sin), gpu_attention.rotate(k, cos, sin)
     if rows:
         for got, x in zip(laid, gpu_prompt.lay(pack, q, k, v), strict=True):
             for i, text in enumerate(texts):

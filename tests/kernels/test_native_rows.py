@@ -11,11 +11,11 @@ from regard.decode import sampling
 from regard.kernels.c.rows import (
     choose,
     draw,
-    enter,
     norm,
     plain_choose,
-    plain_enter,
     plain_norm,
+    plain_update_cache,
+    update_cache,
 )
 from regard.position import Rope, rotate
 
@@ -37,7 +37,7 @@ def last(rows: int, slots: int) -> Tensor:
 def entry(
     r: int, h: int, g: int, d: int, e: int, rope: Rope | None, pos: Tensor
 ) -> tuple[Tensor, tuple[Any, ...]]:
-    """A joined row for `enter`, and its other arguments up to the stores."""
+    """A joined row for `update_cache`, and its other arguments up to the stores."""
     cos, sin = (None, None) if rope is None else rope.angles(pos[:, None], d, torch.float32)
     x = torch.randn(r, (h + g) * d + g * e)
     return x, (h, g, d, e, cos, sin, rope.layout if rope else "half")
@@ -49,7 +49,7 @@ def entry(
     [None, *(Rope(layout=x, partial=p) for x in ("half", "interleaved") for p in (1.0, 0.5))],
 )
 @pytest.mark.parametrize("d, e", [(4, 3), (20, 20), (64, 128)])
-def test_enter_turns_as_rope_does_and_fills_the_cache(
+def test_update_cache_turns_as_rope_does_and_fills_the_cache(
     form: str, rope: Rope | None, dtype: torch.dtype, d: int, e: int
 ) -> None:
     r, h, g, pos = 3, 4, 2, torch.tensor([5, -1, 0])
@@ -62,7 +62,7 @@ def test_enter_turns_as_rope_does_and_fills_the_cache(
         torch.zeros(g, 6, 4, e, dtype=dtype).permute(2, 1, 0, 3),
     )
     v = v.clone()
-    enter(x, *arguments, *stores, pos)
+    update_cache(x, *arguments, *stores, pos)
     # a cos - b sin with and without a rounding between; bf16 may then round to either neighbour
     close(x[:, : (h + g) * d].view(r, h + g, d), turned, atol=1e-6, rtol=1e-6)
     close(
@@ -80,42 +80,42 @@ def test_enter_turns_as_rope_does_and_fills_the_cache(
         assert (store == 0).all()  # and nothing else was written
 
 
-def test_enter_writes_to_the_pages_it_is_given(form: str) -> None:
+def test_update_cache_writes_to_the_pages_it_is_given(form: str) -> None:
     pos, home = torch.tensor([2, -1, 0, 2]), torch.tensor([6, 0, 1, 3])
     x, arguments = entry(4, 2, 1, 8, 5, Rope(), pos)
     stores = torch.zeros(7, 3, 1, 8), torch.zeros(7, 3, 1, 5)
     alone = torch.zeros(4, 3, 1, 8), torch.zeros(4, 3, 1, 5)
-    enter(x.clone(), *arguments, *alone, pos)
+    update_cache(x.clone(), *arguments, *alone, pos)
     # The second page of each row, of three slots; nothing reads the first.
     place = torch.stack([torch.full_like(home, -1), home], 1).int()
     later = torch.where(pos < 0, -1, pos + 3)
-    enter(x, *arguments, *stores, later, place, 3)
+    update_cache(x, *arguments, *stores, later, place, 3)
     for mine, want in zip(stores, alone, strict=True):
         assert torch.equal(mine[home[[0, 2, 3]]], want[[0, 2, 3]]) and not mine[[0, 2, 4, 5]].any()
     if form == "native":
         with pytest.raises(IndexError, match="outside of the cache"):
-            enter(x, *arguments, *stores, later, place + 1, 3)
+            update_cache(x, *arguments, *stores, later, place + 1, 3)
         with pytest.raises(IndexError, match="outside of the cache"):
-            enter(x, *arguments, *stores, later + 3, place, 3)
+            update_cache(x, *arguments, *stores, later + 3, place, 3)
 
 
-def test_enter_takes_one_angle_for_all_rows(form: str) -> None:
+def test_update_cache_takes_one_angle_for_all_rows(form: str) -> None:
     pos, stores = torch.tensor([3, 3]), [torch.zeros(2, 4, 1, 8) for _ in range(4)]
     x, arguments = entry(2, 2, 1, 8, 8, Rope(), pos)
     y, one = x.clone(), list(arguments)
     one[4], one[5] = one[4][:1].clone(), one[5][:1].clone()
-    enter(x, *arguments, *stores[:2], pos)
-    enter(y, *one, *stores[2:], pos)
+    update_cache(x, *arguments, *stores[:2], pos)
+    update_cache(y, *one, *stores[2:], pos)
     assert torch.equal(x, y) and torch.equal(stores[0], stores[2])
 
 
-def test_enter_rounds_to_bf16_as_torch_does(form: str) -> None:
+def test_update_cache_rounds_to_bf16_as_torch_does(form: str) -> None:
     bits = torch.randint(-(2**31), 2**31, (1, 4096)).to(torch.int32)
     bits[0, :6] = torch.tensor([0, 0x7F800000, -0x800000, 0x7F7FFFFF, 0x3F808000, 0x3F818000])
     x = bits.view(torch.float32)  # every kind of number: subnormal, infinite, ties
     store = torch.zeros(1, 1, 1, 4096, dtype=torch.bfloat16)
     row = torch.cat([torch.zeros(1, 2), x], 1)
-    enter(
+    update_cache(
         row,
         1,
         1,
@@ -133,23 +133,23 @@ def test_enter_rounds_to_bf16_as_torch_does(form: str) -> None:
     assert store.view(-1)[~real].isnan().all()
 
 
-def test_enter_outside_of_the_cache_is_refused(form: str) -> None:
+def test_update_cache_outside_of_the_cache_is_refused(form: str) -> None:
     x, arguments = entry(2, 1, 1, 4, 4, None, last(2, 4))
     with pytest.raises((IndexError, RuntimeError)):
-        enter(x, *arguments, torch.zeros(2, 3, 1, 4), torch.zeros(2, 3, 1, 4), last(2, 4))
+        update_cache(x, *arguments, torch.zeros(2, 3, 1, 4), torch.zeros(2, 3, 1, 4), last(2, 4))
     with pytest.raises((IndexError, RuntimeError)):
-        enter(x, *arguments, torch.zeros(1, 3, 1, 4), torch.zeros(1, 3, 1, 4), last(2, 3))
+        update_cache(x, *arguments, torch.zeros(1, 3, 1, 4), torch.zeros(1, 3, 1, 4), last(2, 3))
 
 
 @pytest.mark.usefixtures("in_c", "threads")
 @pytest.mark.parametrize("count", [1, 2])
-def test_enter_on_threads_is_the_plain_form(count: int) -> None:
+def test_update_cache_on_threads_is_the_plain_form(count: int) -> None:
     torch.set_num_threads(count)
     pos = torch.randint(-1, 9, (200,))
     x, arguments = entry(200, 8, 4, 64, 64, Rope(), pos)
     mine, want = ((x.clone(), torch.zeros(200, 9, 4, 64), torch.zeros(200, 9, 4, 64)) for _ in "ab")
-    enter(mine[0], *arguments, *mine[1:], pos)
-    plain_enter(want[0], *arguments, *want[1:], pos)
+    update_cache(mine[0], *arguments, *mine[1:], pos)
+    plain_update_cache(want[0], *arguments, *want[1:], pos)
     for a, b in zip(mine, want, strict=True):
         close(a, b, atol=1e-6, rtol=1e-6)
 

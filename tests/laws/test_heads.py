@@ -35,7 +35,7 @@ def test_mechanism_keeps_the_shape_and_declares_its_cache(name: str) -> None:
         def state(self) -> dict[str, Tensor]:
             return {name: torch.zeros(2, *shape).double() for name, shape in spec.state.items()}
 
-        def keep(self, **entries: Tensor) -> tuple:
+        def update(self, **entries: Tensor) -> tuple:
             kept.update({k: tuple(v.shape[2:]) for k, v in entries.items()})
             return entries, ctx.pos
 

@@ -48,7 +48,7 @@ def gathered(dsa: torch.nn.Module, x: Tensor, mask: Causal | Full) -> Tensor:
     kept = {**dsa.attention.entries(x, ctx), "index_k": dsa.indexer.kept(dsa.indexer.keys(x, ctx))}
     seen = ctx.visible(ctx.pos, dsa.config.window)
     q, index_q = dsa.attention.queries(c_q, ctx), dsa.indexer.queries(c_q, ctx)
-    return dsa.leave(dsa.weigh(dsa.sparse(x, q, index_q, kept, seen, ctx, None), x))
+    return dsa.project_out(dsa.weigh(dsa.sparse(x, q, index_q, kept, seen, ctx, None), x))
 
 
 @pytest.mark.parametrize("name", SPARSE)
@@ -62,8 +62,10 @@ def test_dsa_is_dense_attention_masked_to_its_choice(name: str) -> None:
     index = dsa.indexer.scores(dsa.indexer.queries(c_q, ctx), index_k, x)
     chosen = choose(index.masked_fill(~seen, -torch.inf), dsa.config.topk)
     mask = torch.zeros(2, 9, 9).scatter(-1, chosen, 1.0).bool() & seen
-    want = dsa.attention.mix(dsa.attention.queries(c_q, ctx), kept, mask[:, None], ctx, None)
-    torch.testing.assert_close(dsa(x, ctx), dsa.leave(dsa.weigh(want, x)), **TIGHT)
+    want = dsa.attention.core_attention(
+        dsa.attention.queries(c_q, ctx), kept, mask[:, None], ctx, None
+    )
+    torch.testing.assert_close(dsa(x, ctx), dsa.project_out(dsa.weigh(want, x)), **TIGHT)
 
 
 @pytest.mark.parametrize("name", SPARSE)
@@ -135,7 +137,7 @@ def test_dsa_choice_with_ties_does_not_depend_on_the_layout(layout: str) -> None
     first = torch.arange(12) < 3
     mask = (first[None] & torch.ones(12, 12).tril().bool())[None, None]
     q, kept = dsa.attention.queries(x, context(12)), dsa.attention.entries(x, context(12))
-    want = dsa.attention.mix(q, kept, mask, context(12), None)
+    want = dsa.attention.core_attention(q, kept, mask, context(12), None)
     torch.testing.assert_close(torch.cat(out, 1), dsa.attention.wo(want.flatten(2)), **TIGHT)
 
 

@@ -53,7 +53,7 @@ def mixed(change: Callable[..., tuple], part: str = "attention") -> Plant:
         layer = getattr(block(model), part)
         override(
             layer,
-            "mix",
+            "core_attention",
             lambda self, real, q, kept, mask, *rest: real(*change(q, kept, mask), *rest),
         )
 
@@ -64,7 +64,9 @@ def given(change: Callable[[Tensor], Tensor]) -> Plant:
     """What attention gives, changed."""
 
     def plant(model: Any, patch: pytest.MonkeyPatch) -> None:
-        override(block(model).attention, "mix", lambda self, real, *args: change(real(*args)))
+        override(
+            block(model).attention, "core_attention", lambda self, real, *args: change(real(*args))
+        )
 
     return plant
 

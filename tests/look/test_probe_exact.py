@@ -167,7 +167,7 @@ def test_probe_of_absorbed_mla_equals_expanded(heads: list[int] | None) -> None:
     for form in (mla.absorbed, mla.expanded):
         probe = Probe(heads=heads, what=KINDS)
         ctx = Context(Span.run(0, 9), Causal(), probe=probe, site="0.self")
-        kept, pos = ctx.keep(**mla.entries(x, ctx))
+        kept, pos = ctx.update_cache(**mla.entries(x, ctx))
         form(mla.queries(mla.query_input(x), ctx), kept, ctx.visible(pos), ctx)
         found.append(probe)
     for kind in KINDS:

@@ -89,7 +89,7 @@ def test_probe_changes_no_logit_of_a_padded_batch(name: str) -> None:
 def test_probe_changes_no_logit_of_either_form_of_mla(
     name: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LatentAttention, "mix", getattr(LatentAttention, form))
+    monkeypatch.setattr(LatentAttention, "core_attention", getattr(LatentAttention, form))
     model, probe = tiny(name), Probe(what=KINDS)
     x, _ = given(model)
     assert torch.equal(model(x, [7, 3], probe=probe), model(x, [7, 3]))

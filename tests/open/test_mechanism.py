@@ -15,7 +15,8 @@ from regard.attention import ATTENTION
 from regard.attention.protocol import Context, Mechanism
 from regard.cache import LAYOUTS, CacheSpec
 from regard.config import Count, settings
-from regard.layers import Add
+from regard.layers import Add, FeedForward
+from regard.moe import MixtureOfExperts
 from regard.see.look import mechanisms
 from tests.laws import mechanisms as laws
 from tests.laws import test_cached, test_heads, test_probe, test_visibility
@@ -53,7 +54,9 @@ class NearestAttention(Mechanism):
     def entries(self, x: Tensor, ctx: Context) -> dict[str, Tensor]:
         return {"k": self.heads(self.wk(x)), "v": self.heads(self.wv(x))}
 
-    def mix(self, q: Any, kept: Any, mask: Any, ctx: Context, bias: Tensor | None) -> Tensor:
+    def core_attention(
+        self, q: Any, kept: Any, mask: Any, ctx: Context, bias: Tensor | None
+    ) -> Tensor:
         how: Any = {"bias": bias, "probe": ctx.watch(), "backend": ctx.backend}
         return regard.attend(q, kept["k"], kept["v"], mask, score=nearness, **how)
 
@@ -116,6 +119,39 @@ def test_laws_over_the_table_notice_an_added_mechanism(monkeypatch: pytest.Monke
         test_cached.test_cached_ragged_rows_equal_each_row_alone("nearest", layout)
     for backend in ("reference", "online", "ordered", "sdpa"):
         test_visibility.test_future_token_never_changes_an_earlier_logit("nearest", backend)
+
+
+@pytest.mark.parametrize(
+    "part, old, new",
+    [
+        (NearestAttention, "enter", "project_qkv"),
+        (NearestAttention, "look", "attend"),
+        (NearestAttention, "mix", "core_attention"),
+        (NearestAttention, "leave", "project_out"),
+        (FeedForward, "widen", "project_up"),
+        (FeedForward, "leave", "project_down"),
+        (MixtureOfExperts, "enter", "expert_input"),
+        (MixtureOfExperts, "leave", "add_residual"),
+        (regard.Paged, "keep", "update"),
+    ],
+)
+def test_step_of_a_former_name_is_told_the_new_one(part: type, old: str, new: str) -> None:
+    assert callable(getattr(part, new))
+    with pytest.raises(regard.UsageError, match=f"Old.{old} is called {new} now: rename it"):
+        type("Old", (part,), {old: getattr(part, new)})
+
+
+def test_former_names_of_a_context_and_a_cache_still_work() -> None:
+    cache = regard.Contiguous([CacheSpec(token={"k": (1, 4)})], 1)
+    ctx = Context(cache.begin(3), store=cache.layer(0))
+    x, rope = torch.randn(1, 3, 1, 4), regard.Rope()
+    for old, new in (("turn", ctx.rotate(x, rope)), ("keep", ctx.update_cache(k=x)[0]["k"])):
+        with pytest.warns(DeprecationWarning, match=f"^{old} is called"):
+            given = getattr(ctx, old)(**({"k": x} if old == "keep" else {"x": x, "rope": rope}))
+        assert torch.equal(given[0]["k"] if old == "keep" else given, new)
+    for of, given in ((cache.layer(0), {"k": x}), (cache, {"layer": 0, "entries": {"k": x}})):
+        with pytest.warns(DeprecationWarning, match="^keep is called update now"):
+            assert torch.equal(of.keep(**given)[0]["k"], x)
 
 
 def test_mechanism_costs_as_many_files_as_the_architecture_says() -> None:

@@ -31,13 +31,15 @@ def build(**changes: Any) -> Any:
 class Squared(GroupedQueryAttention):
     """Softmax of the squares of scores: a subclass of ours that computes something else."""
 
-    def mix(self, q: Tensor, kept: dict[str, Tensor], mask: Any, ctx: Context, bias: Any) -> Tensor:
-        return super().mix(q * q.sign().mean(-1, keepdim=True), kept, mask, ctx, bias)
+    def core_attention(
+        self, q: Tensor, kept: dict[str, Tensor], mask: Any, ctx: Context, bias: Any
+    ) -> Tensor:
+        return super().core_attention(q * q.sign().mean(-1, keepdim=True), kept, mask, ctx, bias)
 
 
 class Sines(FeedForward):
-    def widen(self, x: Tensor) -> Tensor:
-        return 8 * torch.sin(20 * super().widen(x))
+    def project_up(self, x: Tensor) -> Tensor:
+        return 8 * torch.sin(20 * super().project_up(x))
 
 
 class Scaled(Block):

@@ -163,7 +163,7 @@ class JoinedAttention(GroupedQueryAttention):
 
     wqkv: nn.Module
 
-    def enter(self, x: Tensor, ctx: Context) -> tuple[Tensor, dict[str, Tensor]]:
+    def project_qkv(self, x: Tensor, ctx: Context) -> tuple[Tensor, dict[str, Tensor]]:
         h, g, d, e = self.h, self.g, self.d, self.e
         qk, v = as_rows(self.wqkv(x), ctx).split(((h + g) * d, g * e), -1)
         if self.q_norm is None:
@@ -171,7 +171,7 @@ class JoinedAttention(GroupedQueryAttention):
         else:
             q, k = qk.split((h * d, g * d), -1)
             qk = torch.cat([self.as_heads(q, self.q_norm), self.as_heads(k, self.k_norm)], 2)
-        q, k = ctx.turn(qk, self.config.rope).split((h, g), 2)
+        q, k = ctx.rotate(qk, self.config.rope).split((h, g), 2)
         return q, {"k": k, "v": v.unflatten(-1, (g, e))}
 
 
@@ -193,7 +193,7 @@ class JoinedCrossAttention(GroupedQueryAttention):
 class SteadyLatent(LatentAttention):
     """Always absorbed, the products of its heads in tiles."""
 
-    mix = LatentAttention.absorbed
+    core_attention = LatentAttention.absorbed
 
     def by_head(self, x: Tensor, w: Tensor) -> Tensor:
         rows = x.flatten(0, 1).transpose(0, 1)  # h n i
@@ -216,7 +216,7 @@ class JoinedFeedForward(FeedForward):
 
     gate_up: nn.Module
 
-    def widen(self, x: Tensor) -> Tensor:
+    def project_up(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, -1)
         return times(up, self.act(gate))
 

@@ -24,7 +24,7 @@ from regard.fast.cpu.join import (
 from regard.fast.cpu.steps import CAUSAL, NativeStack, PackedStack, Tapes, last_of, step_of
 from regard.fast.specialise import Row, share
 from regard.kernels.c.linear import ACTIVATIONS, NativeLinear
-from regard.kernels.c.rows import attend_one, enter, norm
+from regard.kernels.c.rows import attend_one, norm, update_cache
 from regard.kernels.linear import possible
 from regard.layers import FeedForward, RMSNorm
 from regard.mask import Visible
@@ -110,11 +110,11 @@ class NativeNorm(nn.Module):
 class NativeFeedForward(FeedForward):
     """`up` holds the gate and the activation, `down` adds the residual."""
 
-    def widen(self, x: Tensor) -> Tensor:
+    def project_up(self, x: Tensor) -> Tensor:
         return self.up(x)
 
-    def leave(self, h: Tensor, residual: Tensor | None) -> Tensor:
-        return super().leave(h, residual) if self.add.norm else self.down(h, residual)
+    def project_down(self, h: Tensor, residual: Tensor | None) -> Tensor:
+        return super().project_down(h, residual) if self.add.norm else self.down(h, residual)
 
 
 class _Native(GroupedQueryAttention):
@@ -123,27 +123,29 @@ class _Native(GroupedQueryAttention):
         """Whether scores are q.k * scale and a bias, nothing more."""
         return self.config.softcap is None and self.sinks is None
 
-    def look(self, x: Tensor, ctx: Context) -> Tensor:
-        o, packing = super().look(x, ctx), ctx.memo.get("packing")
+    def attend(self, x: Tensor, ctx: Context) -> Tensor:
+        o, packing = super().attend(x, ctx), ctx.memo.get("packing")
         return o if packing is None else packing.pack(o)
 
     def queries(self, x: Tensor, ctx: Context) -> Tensor:
         return self.as_queries(as_rows(self.wq(x), ctx), ctx)
 
-    def mix(self, q: Tensor, kept: dict[str, Tensor], *rest: Any) -> Tensor:
-        return super().mix(q.to(kept["k"].dtype), kept, *rest)
+    def core_attention(self, q: Tensor, kept: dict[str, Tensor], *rest: Any) -> Tensor:
+        return super().core_attention(q.to(kept["k"].dtype), kept, *rest)
 
-    def leave(self, o: Tensor, residual: Tensor | None = None) -> Tensor:
-        return super().leave(o, residual) if self.add.norm else self.wo(o.flatten(2), residual)
+    def project_out(self, o: Tensor, residual: Tensor | None = None) -> Tensor:
+        return (
+            super().project_out(o, residual) if self.add.norm else self.wo(o.flatten(2), residual)
+        )
 
 
 class NativeAttention(_Native, JoinedAttention):
     """One new token per row is turned, stored and attended to where the cache lies."""
 
-    def look(self, x: Tensor, ctx: Context) -> Tensor:
+    def attend(self, x: Tensor, ctx: Context) -> Tensor:
         layer = step_of(ctx)
         if layer is None or not self.bare or ctx.mask != CAUSAL:
-            return super().look(x, ctx)
+            return super().attend(x, ctx)
         qkv, c, cache = self.wqkv(x).squeeze(1), self.config, layer.cache
         if self.q_norm is not None:
             h, g, d = self.h, self.g, self.d
@@ -154,7 +156,7 @@ class NativeAttention(_Native, JoinedAttention):
         pos = ctx.once("rows", lambda: ctx.pos.index[:, 0].expand(len(qkv)).contiguous())
         cos, sin = ctx.angles(c.rope, self.d, torch.float32) if c.rope else (None, None)
         layout = c.rope.layout if c.rope else ""
-        enter(qkv, self.h, self.g, self.d, self.e, cos, sin, layout, k, v, pos, place, page)
+        update_cache(qkv, self.h, self.g, self.d, self.e, cos, sin, layout, k, v, pos, place, page)
         q = qkv.narrow(1, 0, self.h * self.d).view(-1, self.h, self.d)
         bias = ctx.bias(cache.span)
         if bias is not None:
@@ -171,16 +173,16 @@ class NativeAttention(_Native, JoinedAttention):
 class NativeCrossAttention(_Native, JoinedCrossAttention):
     """Keys and values of the memory are read where they lie."""
 
-    def look(self, x: Tensor, ctx: Context) -> Tensor:
+    def attend(self, x: Tensor, ctx: Context) -> Tensor:
         layer = step_of(ctx)
         if layer is None or ctx.memory is not None or not self.bare:
-            return super().look(x, ctx)
+            return super().attend(x, ctx)
         q = self.queries(x, ctx)
         k, v, place, page = _memory(layer, ctx)
         share = len(q) // layer.cache.batch
         pos = ctx.once("last", lambda: last_of(layer.cache, len(q)))
         o = attend_one(q[:, 0], k, v, pos, place=place, page=page, share=share, scale=self.scale)
-        # Beams stand side by side, as in `mix`.
+        # Beams stand side by side, as in `core_attention`.
         if ctx.probe is not None:
             real = (layer.cache.span.index >= 0)[:, None, None]
             _show(ctx, layer, q.reshape(-1, share, self.h, self.d), real, Terms(self.scale))
@@ -202,6 +204,6 @@ def _show(ctx: Context, layer: Layer, q: Tensor, mask: Visible | Tensor, terms: 
     """Let a probe see queries (b t h d) and the keys and values they met, brought to their own rows."""
     watch = ctx.watch()
     if watch is not None:
-        kept, _ = layer.keep()
+        kept, _ = layer.update()
         q, k, v = (x.transpose(1, 2) for x in (q, kept["k"], kept["v"]))
         watch.see(q, k, v, mask, terms)

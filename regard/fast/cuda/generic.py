@@ -63,7 +63,7 @@ class GatheredLayer:
     def __init__(self, slots: Pages, rows: Rows):
         self.slots, self.rows = slots, rows
 
-    def keep(self, **entries: Tensor) -> tuple[dict[str, Tensor], Span]:
+    def update(self, **entries: Tensor) -> tuple[dict[str, Tensor], Span]:
         slots, names = self.slots, list(self.slots.stores[self.slots.index])
         slots.store(*(self.rows.tokens(entries[name], slots) for name in names))
         if slots.pack is not None and not slots.pack.sizes.whole:

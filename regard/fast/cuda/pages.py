@@ -106,7 +106,7 @@ class Pages:
         each = (memory[pages].flatten(1, 2)[:, :s] for memory in self.mine)
         return tuple(x.masked_fill(~real.view(*real.shape, *[1] * (x.dim() - 2)), 0) for x in each)
 
-    def keep(self, **entries: Tensor) -> tuple[dict[str, Tensor], Span]:
+    def update(self, **entries: Tensor) -> tuple[dict[str, Tensor], Span]:
         """All that lies in the pages of a step's rows, or of a pack's texts, and their positions, as a cache gives
         them; past the end of a text what others left there."""
         assert not entries, "parts put theirs there by `store`"
@@ -201,15 +201,15 @@ class GraphContext(Context):
         cos, sin = (x[self.pos.index][:, :, None] for x in slots.angles(rope, dim))
         return cos, sin
 
-    def turn(
+    def rotate(
         self, x: Tensor, rope: Rope | None, layout: str | None = None, out: Tensor | None = None
     ) -> Tensor:
         """By one kernel in a step, where there is one; into `out`, which may be x."""
         slots = pages_of(self)
         if rope is None or slots.pack is not None or not ready(x) or x.stride(-1) != 1:
-            y = super().turn(x, rope, layout)
+            y = super().rotate(x, rope, layout)
             return y if out is None else out.copy_(y)
         paired, at = (layout or rope.layout) != "half", self.pos.index.flatten()
         to = None if out is None else out.flatten(0, 1)
-        y = gpu_latent.turn(x.flatten(0, 1), slots.angles(rope, x.shape[-1]), at, paired, to)
+        y = gpu_latent.rotate(x.flatten(0, 1), slots.angles(rope, x.shape[-1]), at, paired, to)
         return y.view(x.shape) if out is None else out

@@ -297,10 +297,10 @@ class GraphFeedForward(FeedForward):
     first: Product
     out: Product
 
-    def widen(self, x: Read) -> Tensor:
+    def project_up(self, x: Read) -> Tensor:
         return self.first(x)
 
-    def leave(self, h: Tensor, residual: Residual) -> Any:
+    def project_down(self, h: Tensor, residual: Residual) -> Any:
         return added(self.add, self.out, h, residual)
 
 
@@ -311,7 +311,7 @@ class GraphExperts(MixtureOfExperts):
     fast: bool
     note: str
 
-    def enter(self, x: Read) -> Tensor:
+    def expert_input(self, x: Read) -> Tensor:
         return tensor(x)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -333,7 +333,7 @@ class GraphExperts(MixtureOfExperts):
     def plus(self, out: Tensor, shared: Tensor) -> Tensor:
         return summed(shared, out)
 
-    def leave(self, out: Tensor, residual: Residual) -> Any:
+    def add_residual(self, out: Tensor, residual: Residual) -> Any:
         return (
             residual.plus(out, self.add.norm)
             if isinstance(residual, ResidualStream)
@@ -365,7 +365,7 @@ class GraphAttention(GroupedQueryAttention):
             self.first.fast and self.d == self.e and gpu_attention.suits(self.h, self.g, self.d, k)
         )
 
-    def look(self, x: Read, ctx: Context) -> Tensor:
+    def attend(self, x: Read, ctx: Context) -> Tensor:
         slots = pages_of(ctx)
         fast, gate, wide = self.fast(slots.mine[0]), None, self.h * self.e
         qkv = self.first(x, split=fast and slots.pack is None and self.wg is None)
@@ -380,7 +380,7 @@ class GraphAttention(GroupedQueryAttention):
         return o if gate is None else o * self.sigmoid(gate)
 
     def weigh(self, o: Tensor, x: Read) -> Tensor:
-        """`look` had its gate at hand."""
+        """`attend` had its gate at hand."""
         return o
 
     def by_kernels(self, qkv: Tensor, slots: Pages, bias: Tensor | None) -> Tensor:
@@ -413,7 +413,11 @@ class GraphAttention(GroupedQueryAttention):
             laid = (laid[0], *slots.kept()) if pack.sizes.whole else laid
             seen, gap = gpu_prompt.seen(laid, pack, c.window), gpu_prompt.gap(laid, pack)
         kept = dict(zip("kv", laid[1:], strict=True))
-        o = self.mix(laid[0], kept, seen, ctx, spread(bias, gap)).flatten(2).flatten(0, 1)
+        o = (
+            self.core_attention(laid[0], kept, seen, ctx, spread(bias, gap))
+            .flatten(2)
+            .flatten(0, 1)
+        )
         return o if pack is None else o[pack.back]
 
     def asked(self, x: Tensor, ctx: Context) -> Asked:
@@ -430,7 +434,7 @@ class GraphAttention(GroupedQueryAttention):
         """Queries (n h d) over tokens of the pool (n k), as far as there are any: (n, h e)."""
         real = slots.chosen(spots.shape[1])
         kept = dict(zip("kv", slots.at(spots, real), strict=True))
-        return self.mix(q[:, None], kept, real[:, None, None], ctx, None).flatten(1)
+        return self.core_attention(q[:, None], kept, real[:, None, None], ctx, None).flatten(1)
 
     def turned(self, qkv: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         """q (n h d), k (n g d), v (n g e), normed and turned."""
@@ -440,7 +444,7 @@ class GraphAttention(GroupedQueryAttention):
         each = (self.as_queries(q, ctx), new["k"], new["v"])
         return tuple(y.flatten(0, 1).contiguous() for y in each)  # type: ignore[return-value]
 
-    def leave(self, o: Tensor, residual: Residual = None) -> Any:
+    def project_out(self, o: Tensor, residual: Residual = None) -> Any:
         return added(self.add, self.out, o, residual)
 
 
@@ -449,14 +453,14 @@ class GraphCross(GraphAttention):
 
     both: Product
 
-    def look(self, x: Read, ctx: Context) -> Tensor:
+    def attend(self, x: Read, ctx: Context) -> Tensor:
         slots = pages_of(ctx)
         k, v = slots.mine
         q = self.as_heads(self.first(x), self.q_norm)  # n h d
         if not self.fast(k):
             seen = ctx.once("seen", lambda: slots.seen(None))
             kept = dict(zip("kv", slots.kept(), strict=True))
-            return self.mix(q[:, None], kept, seen, ctx, None).flatten(1)
+            return self.core_attention(q[:, None], kept, seen, ctx, None).flatten(1)
         sizes = ctx.once("sizes", lambda: slots.now + 1)
         form: dict[str, Any] = {"scale": self.scale, "softcap": self.config.softcap}
         form |= {"sinks": self.sinks, "heads": self.h, "table": slots.table, "bound": slots.bound}
@@ -481,12 +485,12 @@ class GraphLatent(LatentAttention):
         suits = self.config.window is None and gpu_latent.suits(self.c, self.r, latents)
         return self.first.fast and suits
 
-    def look(self, x: Read, ctx: Context) -> Tensor:
+    def attend(self, x: Read, ctx: Context) -> Tensor:
         slots = pages_of(ctx)
         asked = self.asked(x, ctx)
         q = asked.queries()
         pack = slots.pack
-        # Few tokens after a long text: as `LatentAttention.mix` has it, but of a pack.
+        # Few tokens after a long text: as `LatentAttention.core_attention` has it, but of a pack.
         sizes = pack and pack.sizes
         few = sizes and sizes.whole and sizes.longest * (self.c - self.d) < self.c * self.d
         if pack is None or (few and self.fast(slots.mine[0])):
@@ -540,7 +544,7 @@ class GraphLatent(LatentAttention):
             form |= {"angles": slots.angles(rope, self.r), "paired": rope.layout != "half"}
             latents, ropes = slots.mine
             place = ((latents, ropes), slots.table, slots.now)
-            low = gpu_latent.keep(both, wide[0], self.second is not None, *place, **form)
+            low = gpu_latent.update_cache(both, wide[0], self.second is not None, *place, **form)
         else:
             low = q if self.q_norm is None else self.q_norm(q)
             latent = latent if self.kv_norm is None else self.kv_norm(latent)
@@ -548,7 +552,7 @@ class GraphLatent(LatentAttention):
             if self.r:
                 # Where it lies: nobody else reads it.
                 y = key.unsqueeze(-2).unflatten(0, ctx.pos.index.shape)
-                ctx.turn(y, rope, out=y)
+                ctx.rotate(y, rope, out=y)
                 new = (latent, key)
             slots.store(*new)
 
@@ -556,12 +560,12 @@ class GraphLatent(LatentAttention):
             y = (q if self.second is None else self.second(low)).unflatten(-1, (self.h, -1))
             if self.r:
                 turns = y[..., self.d :].unflatten(0, ctx.pos.index.shape)
-                ctx.turn(turns, rope, out=turns)
+                ctx.rotate(turns, rope, out=turns)
             return y
 
         return Asked(queries, x if self.second is None else low, new, more)
 
-    def leave(self, o: Tensor, residual: Residual = None) -> Any:
+    def project_out(self, o: Tensor, residual: Residual = None) -> Any:
         return added(self.add, self.out, o, residual)
 
 
@@ -571,20 +575,20 @@ class GraphDelta(GatedDeltaRule):
     out: Product
     note: str
 
-    def look(self, x: Read, ctx: Context) -> Tensor:
+    def attend(self, x: Read, ctx: Context) -> Tensor:
         slots = pages_of(ctx)
         x, pack = tensor(x), slots.pack
         if pack is None:
-            return super().look(x[:, None], ctx)[:, 0]
+            return super().attend(x[:, None], ctx)[:, 0]
         place = torch.arange(pack.grid.shape[1], device=x.device)
         real = place < (pack.totals - pack.starts)[:, None]
         span = Span(torch.where(real, place + pack.starts[:, None], -1))
-        return super().look(x[pack.grid], replace(ctx, pos=span)).flatten(0, 1)[pack.back]
+        return super().attend(x[pack.grid], replace(ctx, pos=span)).flatten(0, 1)[pack.back]
 
     def weigh(self, o: Tensor, x: Read) -> Tensor:
         return super().weigh(o, tensor(x))
 
-    def leave(self, o: Tensor, residual: Residual = None) -> Any:
+    def project_out(self, o: Tensor, residual: Residual = None) -> Any:
         return added(self.add, self.out, o.flatten(1), residual)
 
 
@@ -598,7 +602,7 @@ class GraphIndexer(Indexer):
         """Where they lie: nobody else reads them."""
         assert isinstance(ctx, GraphContext)
         some = x[..., : self.config.rope_dim]
-        ctx.turn(some, self.config.attention.rope, "half", out=some)
+        ctx.rotate(some, self.config.attention.rope, "half", out=some)
         return x
 
     def fast(self, keys: Tensor) -> bool:
@@ -630,7 +634,9 @@ class GraphIndexer(Indexer):
         norm, rope = (self.k_norm.weight, self.k_norm.bias, self.k_norm.eps), c.attention.rope
         angles = slots.angles(rope, c.rope_dim) if rope and c.rope_dim else None
         form: dict[str, Any] = {"norm": norm, "angles": angles, "fp8": self.fp8}
-        found = gpu_sparse.enter(x, self.ww.weight, q, key, keys, slots.table, slots.now, **form)
+        found = gpu_sparse.update_cache(
+            x, self.ww.weight, q, key, keys, slots.table, slots.now, **form
+        )
         return None if q is None else found
 
     def over(self, q: Tensor, weights: Tensor, step: Pages) -> Tensor:
@@ -658,14 +664,14 @@ class GraphSparse(SparseAttention):
     attention: GraphAttention | GraphLatent
     indexer: GraphIndexer
 
-    def look(self, x: Read, ctx: Context) -> Tensor:
+    def attend(self, x: Read, ctx: Context) -> Tensor:
         slots = pages_of(ctx)
         attention, indexer, x = self.attention, self.indexer, tensor(x)
         own, index = slots.only(slice(-1)), slots.only(slice(-1, None))
         within = replace(ctx, store=own)
         if self.dense(slots.longest):
             indexer.asked(x, ctx, index)
-            return attention.look(x, within)
+            return attention.attend(x, within)
         asked = attention.asked(x, within)
         found = indexer.asked(x, ctx, index, asked)
         assert found is not None
@@ -677,7 +683,7 @@ class GraphSparse(SparseAttention):
             out.append(attention.over(met, step.only(own.entries), within, spots))
         return joined_rows(out)
 
-    def leave(self, o: Tensor, residual: Residual = None) -> Any:
+    def project_out(self, o: Tensor, residual: Residual = None) -> Any:
         return added(self.add, self.attention.out, o, residual)
 
 

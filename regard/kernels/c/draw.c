@@ -1,8 +1,8 @@
 /* The next token of each row, drawn without sorting the vocabulary: what a mask allows, temperature, top-k, top-p and min-p
    in this order, then the inverse of the cumulative probability. decode/sampling.py has the plain form.
 
-   A filter keeps the best tokens up to a number or a mass. Its cut is found digit by digit: a histogram of the first 11
-   bits of the sort keys tells those of the cut; one of the next 11, over the keys that begin with these, tells more of
+   A filter keeps the best tokens up to a number or a mass. Its threshold is found digit by digit: a histogram of the first 11
+   bits of the sort keys tells those of the threshold; one of the next 11, over the keys that begin with these, tells more of
    them, and one of the last 10 the rest. Of equal keys the lowest ids are kept. */
 #include "vector.h"
 
@@ -58,12 +58,12 @@ INLINE double sum_of(const float *w, int64_t n) {
 static void keep_best(float *w, const uint32_t *keys, int64_t n, int64_t most, double mass) {
     static const int shifts[] = {21, 10, 0}, widths[] = {11, 11, 10};
     double goal = most ? (double)most : fmax(mass, 1e-300), before = 0, size[BINS];
-    uint32_t cut = 0;
+    uint32_t threshold = 0;
     for (int level = 0; level < 3; level++) {
         int shift = shifts[level], width = widths[level], above = shift + width;
         memset(size, 0, sizeof size);
         for (int64_t i = 0; i < n; i++)
-            if (w[i] > 0 && (above == 32 || keys[i] >> above == cut))
+            if (w[i] > 0 && (above == 32 || keys[i] >> above == threshold))
                 size[keys[i] >> shift & ((1u << width) - 1)] += most ? 1 : w[i];
         uint32_t bin = 0, last = 0; /* the last bin that holds something */
         for (; bin < 1u << width; bin++) {
@@ -76,11 +76,11 @@ static void keep_best(float *w, const uint32_t *keys, int64_t n, int64_t most, d
             if (!level) return;   /* all of it is less than the goal */
             before -= size[last]; /* sums of another order round to less than the goal */
         }
-        cut = cut << width | last;
+        threshold = threshold << width | last;
     }
     for (int64_t i = 0; i < n; i++) {
-        if (keys[i] < cut || w[i] == 0) continue;
-        if (keys[i] == cut && before < goal)
+        if (keys[i] < threshold || w[i] == 0) continue;
+        if (keys[i] == threshold && before < goal)
             before += most ? 1 : w[i];
         else
             w[i] = 0;

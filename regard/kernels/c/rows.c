@@ -1,4 +1,4 @@
-/* What a decoding step does to each row besides products and attention: norms, turning, entering the cache. */
+/* What a decoding step does to each row besides products and attention: norms, rotation, the cache. */
 #include "vector.h"
 
 enum {
@@ -55,8 +55,8 @@ int norm(const struct norm *a) {
     return 0;
 }
 
-/* What rows.enter packs; strides count numbers. */
-struct enter {
+/* What rows.update_cache packs; strides count numbers. */
+struct update_cache {
     int64_t rows, heads, groups, d, e, interleaved, half, stored, slots, pairs;
     const float *cos, *sin;
     int64_t angle_row;
@@ -72,12 +72,12 @@ struct enter {
 };
 
 /* The row that holds the new token of a row. */
-INLINE int64_t home(const struct enter *a, int64_t row) {
+INLINE int64_t home(const struct update_cache *a, int64_t row) {
     return a->place && a->pos[row] >= 0 ? a->place[row * a->place_row + a->pos[row] / a->page] : row;
 }
 
 /* Turns the first 2n features of x by n angles: (a, b) -> (a cos - b sin, b cos + a sin). */
-INLINE void turn(float *restrict x, const float *restrict cos, const float *restrict sin, int64_t n, int64_t second,
+INLINE void rotate(float *restrict x, const float *restrict cos, const float *restrict sin, int64_t n, int64_t second,
                  const int64_t step) {
     for (int64_t i = 0; i < n; i++) {
         float a = x[i * step], b = x[i * step + second];
@@ -95,14 +95,14 @@ static void file(void *store, int64_t at, const float *x, int64_t n, int64_t hal
     for (int64_t i = 0; i < n; i++) y[i] = to_bf16(x[i]);
 }
 
-static void enter_row(const struct enter *a, int64_t row) {
+static void update_cache_row(const struct update_cache *a, int64_t row) {
     float *q = a->qkv + row * a->qkv_row, *k = q + a->heads * a->d, *v = k + a->groups * a->d;
     const float *cos = a->cos + row * a->angle_row, *sin = a->sin + row * a->angle_row;
     for (int64_t j = 0; a->pairs && j < a->heads + a->groups; j++) {
         if (a->interleaved) {
-            turn(q + j * a->d, cos, sin, a->pairs, 1, 2);
+            rotate(q + j * a->d, cos, sin, a->pairs, 1, 2);
         } else {
-            turn(q + j * a->d, cos, sin, a->pairs, a->pairs, 1);
+            rotate(q + j * a->d, cos, sin, a->pairs, a->pairs, 1);
         }
     }
     int64_t pos = a->pos[row], slot = a->place ? pos % a->page : pos, to = home(a, row);
@@ -113,7 +113,7 @@ static void enter_row(const struct enter *a, int64_t row) {
 }
 
 /* 0, or 1 where a position lies outside of the cache. */
-int enter(const struct enter *a) {
+int update_cache(const struct update_cache *a) {
     int64_t width = (a->heads + a->groups) * a->d + a->groups * a->e;
     for (int64_t row = 0; row < a->rows; row++) {
         if (a->pos[row] >= a->slots) return 1;
@@ -121,6 +121,6 @@ int enter(const struct enter *a) {
         if (to < 0 || to >= a->stored) return 1;
     }
 #pragma omp parallel for if (a->rows * width > WORTH)
-    for (int64_t row = 0; row < a->rows; row++) enter_row(a, row);
+    for (int64_t row = 0; row < a->rows; row++) update_cache_row(a, row);
     return 0;
 }

@@ -1,5 +1,5 @@
 """What a decoding step does to each row besides products, on the CPU: attention of one new token over the cache,
-turning and entering keys and values, norms, the choice among logits.
+the rotation and caching of keys and values, norms, the choice among logits.
 
     python bench/rows.py        times each against its torch form
 
@@ -23,7 +23,7 @@ from regard.kernels.c.native import library
 from regard.kernels.c.tape import RECORDING, kept
 
 HALF = {torch.float32: 0, torch.bfloat16: 1}  # what a cache may hold
-ATTEND, ENTER, NORM, CHOOSE = Struct("29qd"), Struct("27q"), Struct("7qd"), Struct("10q")
+ATTEND, UPDATE, NORM, CHOOSE = Struct("29qd"), Struct("27q"), Struct("7qd"), Struct("10q")
 # The settings that `draw` reads, as C has them.
 DRAWN_BY = {
     "mask": torch.int32,
@@ -132,7 +132,7 @@ def plain_attend_one(
     return torch.einsum("rhs,rshe->rhe", weights, v.masked_fill(~seen[..., None, None], 0))
 
 
-def enter(
+def update_cache(
     qkv: Tensor, heads: int, groups: int, width: int, value_width: int, cos: Tensor | None, sin: Tensor | None,
     layout: str, k_store: Tensor, v_store: Tensor, pos: Tensor, place: Tensor | None = None, page: int = 0
 ) -> None:  # fmt: skip
@@ -141,7 +141,7 @@ def enter(
     In pages of `page` slots it is the row place[i, pos_i // page] of the stores, slot pos_i % page; place (r n) int32.
 
     n = cos.shape[-1] pairs of each head turn, none without cos; `layout` is "half" or "interleaved"."""
-    call, r = call_of("enter"), qkv.shape[0]
+    call, r = call_of("update_cache"), qkv.shape[0]
     half = HALF.get(k_store.dtype)
     if (
         call is None
@@ -153,7 +153,7 @@ def enter(
         or not (sin is None or (_readable(sin) and sin.is_contiguous()))
     ):
         where: tuple = (k_store, v_store, pos, place, page)
-        return plain_enter(qkv, heads, groups, width, value_width, cos, sin, layout, *where)
+        return plain_update_cache(qkv, heads, groups, width, value_width, cos, sin, layout, *where)
     angles = (0, 0, 0, 0)
     if cos is not None and sin is not None:
         n = cos.shape[-1]
@@ -166,16 +166,16 @@ def enter(
         places = (pos.data_ptr(), place.data_ptr(), place.stride(0), page)
     given = (stored, slots, *angles, qkv.data_ptr(), qkv.stride(0))
     stores = [n for x in (k_store, v_store) for n in (x.data_ptr(), *x.stride()[:3])]
-    if call(ENTER.pack(*sizes, *given, *stores, *places)):
-        raise IndexError("enter: a position lies outside of the cache")
+    if call(UPDATE.pack(*sizes, *given, *stores, *places)):
+        raise IndexError("update_cache: a position lies outside of the cache")
     return None
 
 
-def plain_enter(
+def plain_update_cache(
     qkv: Tensor, heads: int, groups: int, width: int, value_width: int, cos: Tensor | None, sin: Tensor | None,
     layout: str, k_store: Tensor, v_store: Tensor, pos: Tensor, place: Tensor | None = None, page: int = 0
 ) -> None:  # fmt: skip
-    """What `enter` does."""
+    """What `update_cache` does."""
     qk, v = qkv.split(((heads + groups) * width, groups * value_width), -1)
     qk = qk.unflatten(-1, (heads + groups, width))  # r (h + g) d
     if cos is not None and sin is not None:

@@ -3,10 +3,10 @@
 
 int linear(const void *l, const float *x, int64_t m, const float *add, float *y);
 int norm(const void *a);
-int enter(const void *a);
+int update_cache(const void *a);
 int attend_one(const void *a);
 
-enum { LINEAR, NORM, ENTER, ATTEND };
+enum { LINEAR, NORM, UPDATE, ATTEND };
 
 /* What tape.Tape packs: x to y are for products alone. */
 struct call {
@@ -24,7 +24,7 @@ int play(const struct call *calls, int64_t count) {
     for (const struct call *c = calls; c < calls + count && !failed; c++) {
         if (c->kind == LINEAR) failed = linear(c->a, c->x, c->m, c->add, c->y);
         if (c->kind == NORM) failed = norm(c->a);
-        if (c->kind == ENTER) failed = enter(c->a);
+        if (c->kind == UPDATE) failed = update_cache(c->a);
         if (c->kind == ATTEND) failed = attend_one(c->a);
     }
     return failed;

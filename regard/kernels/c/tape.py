@@ -25,7 +25,7 @@ from torch import Tensor
 
 from regard.kernels.c.native import library
 
-KINDS = {"linear": 0, "norm": 1, "enter": 2, "attend_one": 3}
+KINDS = {"linear": 0, "norm": 1, "update_cache": 2, "attend_one": 3}
 CALL = Struct("6q")
 RECORDING: ContextVar[Tape | None] = ContextVar("tape", default=None)
 

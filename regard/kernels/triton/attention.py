@@ -59,7 +59,7 @@ def reference(
     return torch.einsum("bgrs,bsge->bgre", weights, v.float()).flatten(1, 2).to(v.dtype)
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE on halves: x (b n d), cos and sin (b d/2)."""
     a, b = x.float().chunk(2, -1)
     c, s = cos[:, None].float(), sin[:, None].float()

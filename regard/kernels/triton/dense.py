@@ -57,7 +57,7 @@ def _read(x, stride, kind: gl.constexpr, PARTS: gl.constexpr):
 
 @jit
 def _turned(x, i, stride, cos, sin, kind: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr):
-    """Features i of the heads that begin at x, as halves: see `attention.turn`."""
+    """Features i of the heads that begin at x, as halves: see `attention.rotate`."""
     HALF: gl.constexpr = D // 2
     a, b = _read(x + i, stride, kind, PARTS), _read(x + (i + HALF) % D, stride, kind, PARTS)
     c, s = gl.load(cos + i % HALF).to(gl.float32), gl.load(sin + i % HALF).to(gl.float32)

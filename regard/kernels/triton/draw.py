@@ -2,10 +2,11 @@
 then the inverse of the cumulative probability. decode/sampling.py has the plain form.
 
 Each token has a rank in its row, an int64 with the bits of its score above those of its id, so that no two are equal
-and of equal scores the lowest id comes first. A filter keeps the ranks from one number per row upwards, the cut: the
-largest rank at which the probability (top-k: the number) of the tokens from there upwards reaches the goal. It is found
-in four launches: two rounds of `_count` count the tokens in 127 equal parts of a range of scores, which bounds what
-lies above each of them; `_gather` lists the tokens where the cut may lie, some hundreds; `_settle` bisects them.
+and of equal scores the lowest id comes first. A filter keeps the ranks from one number per row upwards, the threshold:
+the largest rank at which the probability (top-k: the number) of the tokens from there upwards reaches the goal. It is
+found in four launches: two rounds of `_count` count the tokens in 127 equal parts of a range of scores, which bounds
+what lies above each of them; `_gather` lists the tokens where the threshold may lie, some hundreds; `_settle` bisects
+them.
 
 Shapes are static, nothing waits for the host, and sums have a fixed order: equal inputs give equal tokens, in a CUDA
 graph or outside.
@@ -52,15 +53,15 @@ def _rank(score, i):
 
 
 @jit
-def _kept(logits, heat, cuts, b, i, V, CUT: tl.constexpr):
+def _kept(logits, temperature, thresholds, b, i, V, THRESHOLD: tl.constexpr):
     """Logits over the temperature at the ids i of row b, -inf where a filter has dropped them. NaN counts as dropped;
     the temperature 0 counts as 1, see `_pick`."""
     x = tl.load(logits + b * V + i, mask=i < V, other=float("-inf")).to(tl.float32)
-    t = tl.load(heat + b).to(tl.float32)
+    t = tl.load(temperature + b).to(tl.float32)
     t = tl.where(t > 0, tl.maximum(t, 1e-6), 1.0)
     x = tl.minimum(tl.div_rn(tl.where(x == x, x, float("-inf")), t), 3e38)
-    if CUT:
-        x = tl.where(_rank(x, i) >= tl.load(cuts + b), x, float("-inf"))
+    if THRESHOLD:
+        x = tl.where(_rank(x, i) >= tl.load(thresholds + b), x, float("-inf"))
     return x
 
 
@@ -72,14 +73,14 @@ def _stat(stat, b):
 
 
 @jit
-def _active(heat, want, b, V, KIND: tl.constexpr):
+def _active(temperature, target, b, V, KIND: tl.constexpr):
     """Whether row b is drawn, and by a filter that can drop something."""
-    w = tl.load(want + b)
+    w = tl.load(target + b)
     if KIND == "top_k":
         active = (w > 0) & (w < V)
     else:
         active = w < 1
-    return active & (tl.load(heat + b) > 0)
+    return active & (tl.load(temperature + b) > 0)
 
 
 @jit
@@ -99,13 +100,13 @@ def _allow(logits, words, out, V, W, CHUNK: tl.constexpr, PDL: tl.constexpr):
 @jit
 def _mass(
     logits,
-    heat,
-    cuts,
+    temperature,
+    thresholds,
     parts,
     counts,
     V,
     FIRST: tl.constexpr,
-    CUT: tl.constexpr,
+    THRESHOLD: tl.constexpr,
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
@@ -115,7 +116,7 @@ def _mass(
     b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     chunks = tl.num_programs(1)
     i = c * CHUNK + tl.arange(0, CHUNK)
-    x = _kept(logits, heat, cuts, b, i, V, CUT)
+    x = _kept(logits, temperature, thresholds, b, i, V, THRESHOLD)
     top = tl.max(x, 0)
     to = parts + b * 4 * chunks + c
     tl.store(to, top)
@@ -125,7 +126,7 @@ def _mass(
         tl.store(counts + 2 * BINS * b + tl.arange(0, 2 * BINS), tl.zeros([2 * BINS], tl.int32))
         if FIRST:
             # Nothing is dropped yet.
-            tl.store(cuts + b, -9223372036854775807)
+            tl.store(thresholds + b, -9223372036854775807)
 
 
 @jit
@@ -135,32 +136,32 @@ def _part(parts, b, chunks, which, other, C: tl.constexpr):
 
 
 @jit
-def _floor(want, cuts, parts, chunks, C: tl.constexpr, PDL: tl.constexpr):
+def _floor(target, thresholds, parts, chunks, C: tl.constexpr, PDL: tl.constexpr):
     """min_p: x >= largest + log p."""
     _wait(PDL)
     b = tl.program_id(0).to(tl.int64)
     top = tl.max(_part(parts, b, chunks, 0, float("-inf"), C), 0)
-    p = tl.load(want + b).to(tl.float32)
+    p = tl.load(target + b).to(tl.float32)
     if p > 0:
         # The lowest rank with that score.
         rank = _rank(top + tl.log(tl.minimum(p, 1.0)), 0xFFFFFF)
-        tl.store(cuts + b, tl.maximum(tl.load(cuts + b), rank))
+        tl.store(thresholds + b, tl.maximum(tl.load(thresholds + b), rank))
 
 
-# --- the search for a cut -----------------------------------------------------------------------------------------
+# --- the search for a threshold -----------------------------------------------------------------------------------
 
 
 @jit
-def _start(parts, want, b, V, chunks, KIND: tl.constexpr, C: tl.constexpr):
-    """The range of scores in which the cut lies, and `_stat`."""
+def _start(parts, target, b, V, chunks, KIND: tl.constexpr, C: tl.constexpr):
+    """The range of scores in which the threshold lies, and `_stat`."""
     tops = _part(parts, b, chunks, 0, float("-inf"), C)
     mass = _part(parts, b, chunks, 1, 0.0, C)
     low = tl.min(_part(parts, b, chunks, 3, 3e38, C), 0)
     top = tl.maximum(tl.max(tops, 0), -3e38)
     whole = tl.sum((mass * tl.exp(tops - top)).to(tl.float64), 0)
-    goal = tl.load(want + b).to(tl.float32)
+    goal = tl.load(target + b).to(tl.float32)
     if KIND == "top_p":
-        # Tokens less probable than (1 - p) / V have less than 1 - p in sum, so the cut lies above them.
+        # Tokens less probable than (1 - p) / V have less than 1 - p in sum, so the threshold lies above them.
         rare = tl.log((1 - goal) / V) - 0.01
         low = tl.maximum(low, top + tl.log(whole.to(tl.float32)) + rare)
         # One token at least.
@@ -180,16 +181,16 @@ def _bin(score, low, high, BINS: tl.constexpr):
 @jit
 def _count(
     logits,
-    heat,
-    want,
-    cuts,
+    temperature,
+    target,
+    thresholds,
     stat,
     parts,
     counts,
     V,
     KIND: tl.constexpr,
     ROUND: tl.constexpr,
-    CUT: tl.constexpr,
+    THRESHOLD: tl.constexpr,
     BINS: tl.constexpr,
     C: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -200,11 +201,11 @@ def _count(
     _wait(PDL)
     b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     chunks = tl.num_programs(1)
-    if _active(heat, want, b, V, KIND):
-        x = _kept(logits, heat, cuts, b, c * CHUNK + tl.arange(0, CHUNK), V, CUT)
+    if _active(temperature, target, b, V, KIND):
+        x = _kept(logits, temperature, thresholds, b, c * CHUNK + tl.arange(0, CHUNK), V, THRESHOLD)
         at = stat + STAT * b
         if ROUND == 0:
-            low, high, top, goal = _start(parts, want, b, V, chunks, KIND, C)
+            low, high, top, goal = _start(parts, target, b, V, chunks, KIND, C)
             if c == 0:
                 tl.store(at, top)
                 tl.store(at + 1, goal)
@@ -246,8 +247,9 @@ def _between(
     BINS: tl.constexpr,
     C: tl.constexpr,
 ):
-    """The lowest and the highest bin of a round in which the cut may lie, and its range: a token weighs no less than
-    the lower end of its bin, no more than the upper one. Bins are taken to be wider by a hundredth, for rounding."""
+    """The lowest and the highest bin of a round in which the threshold may lie, and its range: a token weighs no less
+    than the lower end of its bin, no more than the upper one. Bins are taken to be wider by a hundredth, for
+    rounding."""
     top, goal = _stat(stat, b)
     low = tl.load(stat + STAT * b + 2 + 2 * ROUND)
     high = tl.load(stat + STAT * b + 3 + 2 * ROUND)
@@ -263,7 +265,7 @@ def _between(
     if ROUND == 1:
         above = tl.sum(_part(parts, b, chunks, 2, 0.0, C).to(tl.float64), 0).to(tl.float32)
         least, most = least + above * (1 - 1e-6), most + above * (1 + 1e-6)
-    # The cut does not lie below the range.
+    # The threshold does not lie below the range.
     first = tl.max(tl.where(least >= goal, j, 1), 0)
     return first, tl.max(tl.where(most >= goal, j, 1), 0), low, high
 
@@ -276,9 +278,9 @@ def _times(n, exponent):
 @jit
 def _gather(
     logits,
-    heat,
-    want,
-    cuts,
+    temperature,
+    target,
+    thresholds,
     stat,
     parts,
     counts,
@@ -287,19 +289,19 @@ def _gather(
     masses,
     V,
     KIND: tl.constexpr,
-    CUT: tl.constexpr,
+    THRESHOLD: tl.constexpr,
     BINS: tl.constexpr,
     C: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """List the tokens of a chunk among which the cut lies; of those above, the mass and what they weigh."""
+    """List the tokens of a chunk among which the threshold lies; of those above, the mass and what they weigh."""
     _wait(PDL)
     b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     chunks = tl.num_programs(1)
-    if _active(heat, want, b, V, KIND):
+    if _active(temperature, target, b, V, KIND):
         i = c * CHUNK + tl.arange(0, CHUNK)
-        x = _kept(logits, heat, cuts, b, i, V, CUT)
+        x = _kept(logits, temperature, thresholds, b, i, V, THRESHOLD)
         top, _ = _stat(stat, b)
         first, last, low, high = _between(stat, parts, counts, b, chunks, KIND, 1, BINS, C)
         bin, mass = _bin(x, low, high, BINS), tl.exp(x - top)
@@ -319,9 +321,9 @@ def _gather(
 
 @jit
 def _settle(
-    heat,
-    want,
-    cuts,
+    temperature,
+    target,
+    thresholds,
     stat,
     parts,
     sizes,
@@ -339,7 +341,7 @@ def _settle(
     what is kept of them to the mass of their chunks."""
     _wait(PDL)
     b = tl.program_id(0).to(tl.int64)
-    if _active(heat, want, b, V, KIND):
+    if _active(temperature, target, b, V, KIND):
         _, goal = _stat(stat, b)
         above = tl.sum(_part(parts, b, chunks, 3, 0.0, C).to(tl.float64), 0)
         c, slot = tl.arange(0, C)[:, None], tl.arange(0, EACH)[None, :]
@@ -353,7 +355,7 @@ def _settle(
             rank = tl.load(ranks + at + start, mask=here, other=0)
             low = tl.minimum(low, tl.min(tl.where(here, rank, 9223372036854775807)))
             high = tl.maximum(high, tl.max(tl.where(here, rank, -9223372036854775807)))
-        # The ranks low <= high are listed, and the cut is one of those from low to high.
+        # The ranks low <= high are listed, and the threshold is one of those from low to high.
         while low < high:
             middle = low + (high - low) // 2 + 1
             weight = tl.full([], 0.0, tl.float64)
@@ -371,7 +373,7 @@ def _settle(
             enough = above + weight >= goal
             low, high = tl.where(enough, next_low, low), tl.where(enough, high, next_high)
         if most > 0:
-            tl.store(cuts + b, low)
+            tl.store(thresholds + b, low)
         kept = tl.zeros([C], tl.float32)
         for start in range(0, most, EACH):
             here = slot + start < size
@@ -389,14 +391,14 @@ def _settle(
 @jit
 def _pick(
     logits,
-    heat,
-    cuts,
+    temperature,
+    thresholds,
     parts,
     u,
     tokens,
     V,
     chunks,
-    CUT: tl.constexpr,
+    THRESHOLD: tl.constexpr,
     C: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
@@ -405,7 +407,7 @@ def _pick(
     temperature 0 the largest; -1 where all is -inf."""
     _wait(PDL)
     b = tl.program_id(0).to(tl.int64)
-    greedy = (tl.load(heat + b) > 0) == 0
+    greedy = (tl.load(temperature + b) > 0) == 0
     c = tl.arange(0, C)
     tops = _part(parts, b, chunks, 0, float("-inf"), C)
     top = tl.maximum(tl.max(tops, 0), -3e38)
@@ -416,7 +418,7 @@ def _pick(
     chunk = tl.minimum(tl.sum((upto <= goal).to(tl.int32), 0), tl.max(tl.where(mass > 0, c, 0), 0))
     chunk = tl.where(greedy, tl.min(tl.where(tops == top, c, chunks - 1), 0), chunk)
     i = tl.arange(0, CHUNK)
-    x = _kept(logits, heat, cuts, b, chunk * CHUNK + i, V, CUT)
+    x = _kept(logits, temperature, thresholds, b, chunk * CHUNK + i, V, THRESHOLD)
     here = tl.maximum(tl.max(x, 0), -3e38)
     goal = (goal - tl.sum(tl.where(c < chunk, mass, 0.0), 0)) / tl.exp(here - top)
     mass = tl.exp(x - here).to(tl.float64)
@@ -477,27 +479,27 @@ def draw_filtered(logits: Tensor, u: Tensor, columns: dict[str, Tensor]) -> Tens
     pdl, extra = launch(logits)
     per_chunk = {"CHUNK": CHUNK, "PDL": pdl, "num_warps": 8, **extra}
     new = partial(torch.empty, device=logits.device)
-    heat = columns["temperature"]
-    cuts, stat = new(n, dtype=torch.int64), new(n, STAT.value)
+    temperature = columns["temperature"]
+    thresholds, stat = new(n, dtype=torch.int64), new(n, STAT.value)
     parts, tokens = new(n, 4, chunks), new(n, dtype=torch.int64)
     counts = new(n, 2, BINS, dtype=torch.int32)
-    shared = (logits, heat, cuts)
+    shared = (logits, temperature, thresholds)
     mass = partial(_mass[n, chunks], *shared, parts, counts, vocab, BINS=BINS, **per_chunk)
-    mass(FIRST=True, CUT=False)
+    mass(FIRST=True, THRESHOLD=False)
     kinds = [kind for kind in KINDS if kind in columns]
     for i, kind in enumerate(kinds):
-        want = columns[kind]
+        target = columns[kind]
         if kind == "min_p":
-            _floor[(n,)](want, cuts, parts, chunks, C=padded, PDL=pdl, num_warps=1, **extra)
+            _floor[(n,)](target, thresholds, parts, chunks, C=padded, PDL=pdl, num_warps=1, **extra)
         else:
             search = {"KIND": kind, "C": padded, **per_chunk}
-            found = (heat, want, cuts, stat, parts)
+            found = (temperature, target, thresholds, stat, parts)
             listed = (
                 new(n, chunks, dtype=torch.int32),
                 new(n, chunks, CHUNK, dtype=torch.int64),
                 new(n, chunks, CHUNK),
             )
-            bins = {"CUT": i > 0, "BINS": BINS, **search}
+            bins = {"THRESHOLD": i > 0, "BINS": BINS, **search}
             for round in range(2):
                 _count[n, chunks](logits, *found, counts, vocab, ROUND=round, **bins)
             _gather[n, chunks](logits, *found, counts, *listed, vocab, **bins)
@@ -505,6 +507,8 @@ def draw_filtered(logits: Tensor, u: Tensor, columns: dict[str, Tensor]) -> Tens
             _settle[(n,)](*found, *listed, vocab, chunks, EACH=each, **search)
         # The draw needs the mass of each chunk alone, and a search leaves that behind.
         if kind == "min_p" or kind != kinds[-1]:
-            mass(FIRST=False, CUT=True)
-    _pick[(n,)](*shared, parts, u, tokens, vocab, chunks, CUT=bool(kinds), C=padded, **per_chunk)
+            mass(FIRST=False, THRESHOLD=True)
+    _pick[(n,)](
+        *shared, parts, u, tokens, vocab, chunks, THRESHOLD=bool(kinds), C=padded, **per_chunk
+    )
     return tokens

@@ -60,7 +60,7 @@ def _normed(x, i, norm, eps, shift, N: tl.constexpr, NORMED: tl.constexpr):
 
 
 @jit
-def _keep(
+def _update_cache(
     both, out, latents, ropes, q_norm, kv_norm, cos, sin, table, pos, stride, row, q_eps, q_shift,
     kv_eps, kv_shift, A: tl.constexpr, C: tl.constexpr, R: tl.constexpr, SIZE: tl.constexpr,
     PAGE: tl.constexpr, Q_NORMED: tl.constexpr, KV_NORMED: tl.constexpr, PAIRED: tl.constexpr,
@@ -93,7 +93,7 @@ def _keep(
 
 
 @jit
-def _turn(
+def _rotate(
     x, out, cos, sin, pos, stride, head, to_stride, to_head, H: tl.constexpr, D: tl.constexpr,
     HALF: tl.constexpr, PAIRED: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     PDL: tl.constexpr
@@ -213,17 +213,18 @@ def put(x: Tensor, pool: Tensor, table: Tensor, pos: Tensor) -> None:
     )
 
 
-def keep(
+def update_cache(
     both: Tensor, width: int, low: bool, pools: tuple[Tensor, Tensor], table: Tensor, pos: Tensor,
     *, norms: tuple[Rms | None, Rms | None], angles: tuple[Tensor, Tensor], paired: bool
 ) -> Tensor:  # fmt: skip
     """Of both (b .) = [width numbers | latent | rotary key | .]: the latent normed and the rotary key turned into their
-    pages; if the first are a latent of `low` rank, that one normed (b width). See test_gpu_keep_matches_the_parts."""
+    pages; if the first are a latent of `low` rank, that one normed (b width). See
+    test_gpu_update_cache_matches_the_parts."""
     (latents, ropes), (pdl, extra) = pools, launch(both)
     out = torch.empty(len(both), width if low else 0, dtype=both.dtype, device=both.device)
     (one, *first), (two, *second) = (norm or (both, 0.0, 0.0) for norm in norms)
     given = (both, out, latents, ropes, one, two, *angles, table, pos)
-    _keep[(len(both), 1 + low)](
+    _update_cache[(len(both), 1 + low)](
         *given, both.stride(0), table.shape[1], *first, *second, A=width, C=latents.shape[2],
         R=ropes.shape[2], SIZE=triton.next_power_of_2(width) if low else 1, PAGE=latents.shape[1],
         Q_NORMED=norms[0] is not None, KV_NORMED=norms[1] is not None, PAIRED=paired, PDL=pdl, **extra
@@ -231,17 +232,17 @@ def keep(
     return out
 
 
-def turn(
+def rotate(
     x: Tensor, angles: tuple[Tensor, Tensor], pos: Tensor, paired: bool, out: Tensor | None = None
 ) -> Tensor:
     """x (n h d), its first features turned by cos and sin (s r/2) at `pos` (n); into `out`, which may be x. Equals
-    `rotate`; see test_gpu_turn_matches_rotate."""
+    `position.rotate`; see test_gpu_rotate_matches_position."""
     (n, h, d), (cos, sin), (pdl, extra) = x.shape, angles, launch(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     half = cos.shape[1]
     sizes = {"HEADS": triton.next_power_of_2(h), "WIDTH": triton.next_power_of_2(half)}
     strides = (*x.stride()[:2], *out.stride()[:2])
-    _turn[(n,)](
+    _rotate[(n,)](
         x, out, cos, sin, pos, *strides, H=h, D=d, HALF=half, PAIRED=paired, PDL=pdl, **sizes,
         **extra
     )  # fmt: skip

@@ -138,7 +138,7 @@ def lay_qkv(
     rows: bool = True,
 ) -> Laid:
     """qkv (t, (h + 2g) d) before norms and RoPE, which are as in `decode`: keys and values into their pages (pages page
-    g d), and q, k, v in rows (n s . d), or end to end (t . d). Equals `turn`, indexing and `lay`; see
+    g d), and q, k, v in rows (n s . d), or end to end (t . d). Equals `rotate`, indexing and `lay`; see
     test_gpu_lay_matches_indexing."""
     page, g, d = keys.shape[1:]
     rooms = pack.rooms(qkv, heads, g, d, rows)

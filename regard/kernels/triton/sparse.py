@@ -74,7 +74,7 @@ def _scaled(x, d, mean, scale, norm, shift, NORMED: tl.constexpr):
 
 
 @jit
-def _enter(
+def _update_cache(
     x, weight, out, q, asked, key, norm, shift, cos, sin, keys, sizes, table, pos, stride, row,
     gain, eps, K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_K: tl.constexpr, ROW: tl.constexpr, PAGE: tl.constexpr,
@@ -261,13 +261,14 @@ def fp8_parts(keys: Tensor) -> tuple[Tensor, Tensor, int]:
     return bits, keys.view(torch.float32), bits.shape[-1]
 
 
-def enter(
+def update_cache(
     x: Tensor, weight: Tensor, q: Tensor | None, key: Tensor, keys: Tensor, table: Tensor, pos: Tensor,
     *, norm: tuple[Tensor, Tensor, float], angles: tuple[Tensor, Tensor] | None, fp8: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What an indexer makes of tokens at `pos` (b): key (b D), layer-normed and turned, goes into its page, with `fp8`
     as `packed_fp8` has it. Of queries q (b H D), if they are given: turned, in float8 too, and the weights of heads
-    (b H) by a matrix (H m) from x (b m), as `index` takes them. See test_gpu_sparse_enter_matches_the_indexer."""
+    (b H) by a matrix (H m) from x (b m), as `index` takes them. See
+    test_gpu_sparse_update_cache_matches_the_indexer."""
     (b, d), h, (cos, sin), (pdl, extra) = key.shape, len(weight), angles or (x, x), launch(x)
     bits, sizes, row = fp8_parts(keys) if fp8 else (keys, keys, d)
     out = torch.empty(b, h, dtype=torch.float32, device=x.device)
@@ -275,7 +276,7 @@ def enter(
     heads = min(8, triton.next_power_of_2(h))
     place = (bits, sizes, table, pos, key.stride(0), table.shape[1])
     given = (x, weight, out, x if q is None else q, asked, key, *norm[:2], cos, sin, *place)
-    _enter[(b, 1 if q is None else 1 + triton.cdiv(h, heads))](
+    _update_cache[(b, 1 if q is None else 1 + triton.cdiv(h, heads))](
         *given, (h * d) ** -0.5, norm[2], K=x.shape[1], H=h, D=d,
         HALF=0 if angles is None else cos.shape[1], HEADS=heads, BLOCK_K=512, ROW=row,
         PAGE=keys.shape[1], FP8=fp8, PDL=pdl, **extra
