@@ -1,6 +1,6 @@
 """One model, its parts replaced by fast ones: a function and a table for each target.
 
-    fast = prepare(model, "int8")      target cpu: packed products, C code where the cache lies (cpu.py)
+    fast = prepare(model, "int8")      target cpu: packed products, C code where the cache lies (cpu/)
     invariant(model)                   target invariant: sums of a fixed order (invariant.py)
     joined(model), checkpointed(model) target train (train.py)
     watch(model, watcher)              every step shown to a watcher (watch.py): no faster, for parity
@@ -28,7 +28,7 @@ Row = Callable[[Any, Any], nn.Module | str]
 def share(kind: type[P], plain: nn.Module, **parts: nn.Module | None) -> P:
     """A `kind` with everything that `plain` holds, the same weights among it, but for `parts`."""
     new = kind.__new__(kind)
-    # A part that plain has not is a plain attribute there, None, which would hide the new one.
+    # Where `plain` has no such part it has an attribute None, which would hide the new one.
     new.__dict__ = {name: x for name, x in plain.__dict__.items() if name not in parts}
     new._parameters, new._buffers = dict(plain._parameters), dict(plain._buffers)
     new._modules = dict(plain._modules) | parts

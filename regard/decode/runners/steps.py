@@ -115,12 +115,12 @@ class GraphSteps:
     # --- what a graph holds ---
 
     def hidden(
-        self, ids: Tensor, pos: Tensor, pages: Pages, wide: bool, memory: Pages | None
+        self, ids: Tensor, pos: Tensor, pages: Pages, many: bool, memory: Pages | None
     ) -> Normed:
         """What the last block gives for tokens (b t) at their positions, laid end to end."""
         span, fast = Span(pos), self.fast
         x = ResidualStream(
-            getattr(fast, fast.words)(ids, span).flatten(0, 1).contiguous(), wide, self.kernels
+            getattr(fast, fast.words)(ids, span).flatten(0, 1).contiguous(), many, self.kernels
         )
         ctx, cross = GraphContext(span, Causal()), memory and GraphContext(span, Full())
         return getattr(fast, fast.writer)(x, ctx, cross, caches=(pages, memory))
@@ -133,8 +133,8 @@ class GraphSteps:
         pages = replace(self.pages, bound=bound, **mine)
         # A beam that nothing is left for may have a token that the vocabulary does not.
         ids, pos = s.ids[rows].clamp(0, self.vocab - 1)[:, None], s.pos[rows, None]
-        wide, memory = self.kernels and width > MOST, self.sources_of(rows, far)
-        return self.fast.logits(self.hidden(ids, pos, pages, wide, memory))
+        many, memory = self.kernels and width > MOST, self.sources_of(rows, far)
+        return self.fast.logits(self.hidden(ids, pos, pages, many, memory))
 
     def sources_of(self, rows: slice | Tensor, far: int) -> Pages | None:
         """What some rows see of their sources, none longer than `far`."""

@@ -56,7 +56,7 @@ class NativeStack(PackedStack):
             step = self.tapes.found(key)
             if isinstance(step, Step):
                 return step.play(x, ctx, caches)
-            if step is None or not self.tapes.forms.get(tuple(map(type, caches)), True):
+            if step is None or not self.tapes.verified.get(tuple(map(type, caches)), True):
                 return super().forward(x, ctx, cross, caches)
             fresh = Step(x, ctx, cross, caches)
             with fresh.tape.recording():
@@ -64,9 +64,9 @@ class NativeStack(PackedStack):
             fresh.y = fresh.tape.settle(y)
             # Other steps of the same form are the same calls.
             form = tuple(map(type, caches))
-            if form not in self.tapes.forms:
-                self.tapes.forms[form] = fresh.tape.whole(fresh.y, y)
-            if self.tapes.forms[form]:
+            if form not in self.tapes.verified:
+                self.tapes.verified[form] = fresh.tape.whole(fresh.y, y)
+            if self.tapes.verified[form]:
                 self.tapes.steps[key] = fresh
             return y
         finally:
@@ -152,9 +152,10 @@ class Tapes:
 
     def __init__(self, stack: Stack) -> None:
         self.lock, self.steps = threading.Lock(), dict[Key, Step | bool]()
-        # Forms of steps, and whether one that was played gave what it must: a part of an order or a norm that we do not
-        # know may compute outside of the C code.
-        self.forms = dict[tuple[type, ...], bool]()
+        # By the types of the caches: whether a step that was played gave what it must. It does not where part of a
+        # block computes outside of the C code.
+        self.verified = dict[tuple[type, ...], bool]()
+        # Weak, as the stack holds us. A shallow copy of it has the same tapes, and must not play them.
         self.stack = weakref.ref(stack)
 
     def found(self, key: Key) -> Step | bool | None:

@@ -132,7 +132,7 @@ class GenericBlock(nn.Module):
     def forward(
         self, x: ResidualStream, ctx: Context, cross: Context | None = None
     ) -> ResidualStream:
-        return ResidualStream(self.block(tensor(x), ctx, cross), x.wide, x.fast)
+        return ResidualStream(self.block(tensor(x), ctx, cross), x.many, x.fast)
 
 
 def onto(residual: Residual, y: Tensor) -> Tensor | ResidualStream:

@@ -154,10 +154,12 @@ class Cuda(Specialise):
         return self.made[id(m)]
 
     def cross(self, m: Mechanism) -> nn.Module:
+        """Cross-attention, whose class is that of self-attention, so that the table has another row for it. Its
+        matrices of keys and values become views of one."""
         assert isinstance(m, GroupedQueryAttention), "see `why_not`"
         new = self.copy_as(GraphCross, m)
         new.first, new.out = self.product(m.wq), self.product(m.wo)
-        new.both = self.product(m.wk, m.wv)
+        new.wkv = self.product(m.wk, m.wv)
         self.rows[type(m).__name__, "GraphCross"] += 1
         return new
 
@@ -368,7 +370,7 @@ class GraphAttention(GroupedQueryAttention):
     def attend(self, x: Read, ctx: Context) -> Tensor:
         slots = pages_of(ctx)
         fast, gate, wide = self.fast(slots.mine[0]), None, self.h * self.e
-        qkv = self.first(x, split=fast and slots.pack is None and self.wg is None)
+        qkv = self.first(x, split_k=fast and slots.pack is None and self.wg is None)
         if self.wg is not None:
             qkv, gate = qkv[:, :-wide].contiguous(), qkv[:, -wide:]
         bias = slots.bias(ctx.relative)
@@ -402,7 +404,7 @@ class GraphAttention(GroupedQueryAttention):
 
     def by_torch(self, qkv: Tensor, slots: Pages, ctx: Context, bias: Tensor | None) -> Tensor:
         c, pack = self.config, slots.pack
-        q, *new = self.turned(qkv, ctx)
+        q, *new = self.split_qkv(qkv, ctx)
         slots.store(*new)
         laid: Any
         if pack is None:
@@ -422,7 +424,7 @@ class GraphAttention(GroupedQueryAttention):
 
     def asked(self, x: Tensor, ctx: Context) -> Asked:
         slots = pages_of(ctx)
-        q, *new = self.turned(self.first(x), ctx)
+        q, *new = self.split_qkv(self.first(x), ctx)
         slots.store(*new)
         return Asked(lambda: q, x)
 
@@ -436,8 +438,8 @@ class GraphAttention(GroupedQueryAttention):
         kept = dict(zip("kv", slots.at(spots, real), strict=True))
         return self.core_attention(q[:, None], kept, real[:, None, None], ctx, None).flatten(1)
 
-    def turned(self, qkv: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """q (n h d), k (n g d), v (n g e), normed and turned."""
+    def split_qkv(self, qkv: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """q (n h d), k (n g d), v (n g e), normed and rotated."""
         sizes = [self.h * self.d, self.g * self.d, self.g * self.e]
         q, k, v = (y.view(*ctx.pos.index.shape, -1) for y in qkv.split(sizes, -1))
         new = self.as_entries(k, v, ctx)
@@ -451,7 +453,7 @@ class GraphAttention(GroupedQueryAttention):
 class GraphCross(GraphAttention):
     """Attention to a source, of which every token of a step sees all; `remember` puts it into its pages."""
 
-    both: Product
+    wkv: Product
 
     def attend(self, x: Read, ctx: Context) -> Tensor:
         slots = pages_of(ctx)
@@ -468,7 +470,7 @@ class GraphCross(GraphAttention):
 
     def remember(self, memory: Tensor, slots: Pages) -> None:
         """Keys and values of what an encoder gave, (n m)."""
-        k, v = self.both(memory).split([self.g * self.d, self.g * self.e], -1)
+        k, v = self.wkv(memory).split([self.g * self.d, self.g * self.e], -1)
         slots.store(self.as_heads(k, self.k_norm), v.unflatten(-1, (self.g, self.e)))
 
 
@@ -599,7 +601,8 @@ class GraphIndexer(Indexer):
     kernels: bool
 
     def turned(self, x: Tensor, ctx: Context) -> Tensor:
-        """Where they lie: nobody else reads them."""
+        """The first features of an indexer's queries or keys rotated in place, as nobody else reads them. Steps with
+        kernels do that there."""
         assert isinstance(ctx, GraphContext)
         some = x[..., : self.config.rope_dim]
         ctx.rotate(some, self.config.attention.rope, "half", out=some)

@@ -26,25 +26,25 @@ def rms(norm: nn.Module | None) -> Rms | None:
 @dataclass
 class ResidualStream:
     """The residual stream (n m). What is added last may be left to the norm that reads it: always of many rows
-    (`wide`), and where it has a norm of its own or comes in parts."""
+    (`many`), and where it has a norm of its own or comes in parts."""
 
     value: Tensor
-    wide: bool
+    many: bool
     fast: bool = True
     more: Tensor | None = None  # to be added, perhaps in parts (s n m),
     norm: nn.Module | None = None  # after this norm
 
     def add(self, product: Product, o: Tensor, norm: nn.Module | None = None) -> ResidualStream:
         """The stream with what `product` makes of o."""
-        if self.wide:
-            return self.plus(product.wide(o, split=True), norm)
+        if self.many:
+            return self.plus(product.of_many(o, split_k=True), norm)
         if norm is not None:
             return self.plus(product(o), norm)
         return ResidualStream(product(o, residual=self.whole()), False, self.fast)
 
     def plus(self, y: Tensor, norm: nn.Module | None = None) -> ResidualStream:
         """The stream with y (n m), or parts of it (s n m)."""
-        return ResidualStream(self.whole(), self.wide, self.fast, y, norm)
+        return ResidualStream(self.whole(), self.many, self.fast, y, norm)
 
     def whole(self) -> Tensor:
         """All of it added up."""
@@ -62,7 +62,7 @@ class Normed:
     def take(self, rows: Tensor) -> Normed:
         s = self.stream
         more = None if s.more is None else s.more[..., rows, :]
-        return Normed(ResidualStream(s.value[rows], s.wide, s.fast, more, s.norm), self.norm)
+        return Normed(ResidualStream(s.value[rows], s.many, s.fast, more, s.norm), self.norm)
 
     def tensor(self) -> Tensor:
         """The sum made, in the stream too, and normed."""
@@ -107,12 +107,13 @@ class LeftNorm(nn.Module):
 
     def forward(self, x: ResidualStream) -> Normed | ResidualStream:
         left = Normed(x, self.norm)
-        return ResidualStream(left.tensor(), x.wide, x.fast) if self.made else left
+        return ResidualStream(left.tensor(), x.many, x.fast) if self.made else left
 
 
 @dataclass
 class Product:
-    """act(x W^T + b) + residual, x perhaps still to be normed. `fast` is whether kernels may be used."""
+    """Linear layers of one input as one product: act(x W^T + b) + residual, x perhaps still to be normed. `fast` is
+    whether kernels may be used."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -137,19 +138,23 @@ class Product:
     def __call__(
         self,
         x: Read,
-        split: bool = False,
+        split_k: bool = False,
         residual: Tensor | None = None,
     ) -> Tensor:
+        """x, perhaps with a sum or a norm still to be made: few rows by `linear`, whose kernel has norm and residual;
+        many by `of_many`. `split_k`: of many rows perhaps in parts (s n o), which the reader adds up; nothing else for
+        few. `residual` only of a plain tensor."""
         norm = None
         if isinstance(x, ResidualStream):
             x = Normed(x, None)
         if isinstance(x, Normed):
-            if x.stream.wide:
-                return self.wide(x.tensor(), split)
+            assert residual is None
+            if x.stream.many:
+                return self.of_many(x.tensor(), split_k)
             norm = rms(x.norm) if x.stream.more is None else None
             x = x.tensor() if norm is None else x.stream.value
         elif len(x) > MOST and residual is None:
-            return self.wide(x, split)
+            return self.of_many(x, split_k)
         form = linear if self.fast else reference
         return form(
             x,
@@ -161,11 +166,11 @@ class Product:
             residual=residual,
         )
 
-    def wide(self, x: Tensor, split: bool = False) -> Tensor:
-        """Of many rows; with `split` perhaps in parts (s n o)."""
+    def of_many(self, x: Tensor, split_k: bool = False) -> Tensor:
+        """Of many rows; with `split_k` perhaps in parts (s n o)."""
         if self.gated:
             return gated(x, self.weight, self.bias, self.act, self.fast)
-        return ACTIVATIONS[self.act](product(x, self.weight, self.bias, self.fast, split))
+        return ACTIVATIONS[self.act](product(x, self.weight, self.bias, self.fast, split_k))
 
 
 def joined(parts: Sequence[Tensor], owners: Sequence[Tensor | None]) -> Tensor:

@@ -2,7 +2,7 @@
 
    A block of queries, two vectors of them, lies across: scores are kept as (keys, queries), so that the softmax goes
    down the keys and no vector is ever summed within. Everything else is one small product, `multiply`. A head is one
-   thread's from beginning to end: threads change no bit. Called by native_train.py, which says what is computed. */
+   thread's from beginning to end: threads change no bit. Called by train.py, which says what is computed. */
 #include "vector.h"
 
 #include <stdlib.h>

@@ -1,4 +1,4 @@
-"""Linear layers for one to eight rows on a GPU, y = act(norm(x) W^T + b) + residual: reading W is all that counts.
+"""Linear layers for few rows on a GPU, y = act(norm(x) W^T + b) + residual: reading W is all that counts.
 
     python bench/gpu_kernels.py --part t      times them against torch's
 
@@ -32,7 +32,7 @@ LONGEST = 16384  # largest K: its loop is unrolled
 SWITCH = {
     "triton": True,  # False: plain torch everywhere
     "pdl": True,  # programmatic dependent launch where there is: a kernel is set up while the last one ends
-    "wide": True,  # MOST to 64 rows by gpu_wide.py; False: by torch's matrix product
+    "wide": True,  # more than MOST rows by wide.py; False: by torch's matrix product
     "interpreted": False,  # kernels off the GPU too: for tests under TRITON_INTERPRET=1
 }
 # (K, N, gated) -> rows of W a program, elements of K a step, warps; measured on an H200. Others: see `shape`.
