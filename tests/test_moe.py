@@ -178,6 +178,17 @@ def test_balance_loss_is_least_where_every_expert_gets_as_much() -> None:
     assert balance_loss(moe) > 1.01
 
 
+def test_balance_loss_of_a_sigmoid_router_takes_the_share_of_each_score() -> None:
+    """E sum_e f_e P_e: of two tokens, one on each of the first two experts, scores 3 : 1 : 0 and 1 : 2 : 1."""
+    moe = MoE(3, 1, 4, score="sigmoid").make(2).train()
+    scores = torch.tensor([[0.75, 0.25, 0.0], [0.2, 0.4, 0.2]])
+    with torch.no_grad():
+        moe.router.weight.copy_(torch.special.logit(scores, eps=1e-9).T)
+    moe(torch.eye(2)[None])
+    want = 3 * (0.5 * (0.75 + 0.25) / 2 + 0.5 * (0.25 + 0.5) / 2)
+    torch.testing.assert_close(balance_loss(moe), torch.tensor(want))
+
+
 @pytest.mark.parametrize("count, loss", [(0, 0.0), (1, 3.0)])
 def test_balance_loss_of_hardly_a_token(count: int, loss: float) -> None:
     """One token weighs on one expert of three alone; none, as in a batch of padding, on none."""

@@ -175,6 +175,14 @@ def test_flops_of_sparse_attention_grow_with_the_index_alone() -> None:
     assert model.flops_per_token(40) - model.flops_per_token(39) == 3 * 2 * 2 * 4
 
 
+def test_summary_counts_at_the_context_that_is_asked_for_or_the_longest() -> None:
+    """Of a model that has no longest text, at 1,024 keys."""
+    for given, context, want in ((40, None, 40), (40, 7, 7), (None, None, 1024), (None, 9, 9)):
+        model = regard.build("llama", device="meta", **{**SMALL, "max_len": given}, kv_heads=1)
+        flops = f"{model.flops_per_token(want):>14,} at {want:,} keys"
+        assert flops in model.summary(context)
+
+
 def test_summary_lists_layers_by_part() -> None:
     lines = regard.build("bart-base", device="meta", **{"decoder.layers": 3}).summary().splitlines()
     layers = {line.split()[0]: line.split()[1] for line in lines if "coder" in line}

@@ -189,6 +189,12 @@ def test_kinds_of_layers_are_listed_where_nothing_says_them(
     assert said == ({"layer_types": kinds} if written else {})
 
 
+def test_rules_by_layer_are_read_when_all_others_have_filled_in_both_kinds() -> None:
+    assert slides().last and rules.experts_by_layer(1).last
+    for group in (rules.rope_at("rope"), rules.expert_groups(None, (1, 1)), rules.LABELS):
+        assert not group.last
+
+
 def test_layers_that_slide_without_a_window_are_refused() -> None:
     ours = tower("attention", dict(FULL), dict(SLIDING))
     with pytest.raises(UsageError, match="layer_types slides, but sliding_window or on is off"):

@@ -1,6 +1,7 @@
 """Batch-invariant mode, part by part: each gives a row the same bits in any company. Whole models are in
 test_invariant_families.py. Equality is exact unless a tolerance is named."""
 
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import regard
 from regard.attention import DSA, GQA, attend
-from regard.attention.ordered import agrees, cancelling, dots
+from regard.attention.ordered import QUERIES, _heights, agrees, cancelling, dots
 from regard.attention.scores import Additive
 from regard.attention.sparse import Indexer, dots_exact
 from regard.errors import UsageError
@@ -106,6 +107,27 @@ def test_search_for_a_class_sees_another_order_of_the_sum_in_bfloat16() -> None:
     assert agrees(fickle, x[:16], 2, 16)
     assert not agrees(fickle, x[:32], 2, 32)
     assert not any(agrees(fickle, x[: c[1]], *c) for c in WIDE[:-1])
+
+
+@pytest.mark.parametrize(
+    "steady, found",
+    [
+        ([], QUERIES[-1]),
+        ([(8, 24), (16, 24), (8, 32), (16, 32)], (8, 64)),
+        ([(2, 24), (4, 32), (16, 24), (16, 32)], (16, 64)),
+    ],
+)
+def test_tiles_are_the_first_at_which_both_products_are_steady(
+    steady: list[tuple[int, int]], found: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of queries 24 wide with keys, and of 32 weights with values; where none is, those of one height."""
+
+    def fake(run: Callable[[Tensor], Tensor], x: Tensor, low: int, high: int) -> bool:
+        assert len(x) == high and run(x).shape == (1, high, 32 if x.shape[1] == 24 else 40)
+        return (low, x.shape[1]) in steady
+
+    monkeypatch.setattr(sys.modules[agrees.__module__], "agrees", fake)
+    assert _heights.__wrapped__(24, 40, torch.float32, "cpu", 1) == found
 
 
 # --- functions of single numbers ----------------------------------------------------------------------------------

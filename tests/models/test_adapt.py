@@ -28,6 +28,7 @@ from regard.models.adapt import (
     without_dropout,
 )
 from regard.models.init import Start
+from regard.models.recurrent import RecurrentConfig
 
 TEXT: dict[str, Any] = dict(dim=32, layers=1, heads=2, ffn_dim=16, vocab=50, max_len=40)
 IMAGES: dict[str, Any] = dict(dim=16, layers=1, heads=2, ffn_dim=24, size=16, patch=4, channels=1)
@@ -175,3 +176,10 @@ def test_dropout_anywhere_is_found(part: str) -> None:
     tokens = Tokens(9, dropout=given.get("embedding", 0.0))
     assert without_dropout(TransformerConfig(tokens, tower, LM()).make())
     assert not without_dropout(TransformerConfig(Tokens(9), Tower(8, 1, GQA(2), MLP(8))).make())
+
+
+def test_dropout_of_a_model_of_cells_is_found() -> None:
+    """Its config is the model's own: what it does is said by its layers alone."""
+    model = RecurrentConfig(9, 8, dropout=0.3).make()
+    assert without_dropout(model) and not without_dropout(model)
+    assert model.dropout.p == 0 and model.config.dropout == 0.3
