@@ -2,6 +2,7 @@
 already stays as it is."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -195,6 +196,14 @@ def test_rules_by_layer_are_read_when_all_others_have_filled_in_both_kinds() -> 
         assert not group.last
 
 
+def test_family_reads_late_rules_last_and_knows_the_words_of_all() -> None:
+    late = Group(("late", "later"), lambda *_: None, lambda *_: None, last=True)
+    table = {"late": late, "a": Key("a"), "b": rules.Fixed(1), "early": replace(late, last=False)}
+    family = rules.Family("f", "", None, {}, table, {}, {}, inert="c d")
+    assert [name for name, _ in family.rules] == ["a", "b", "early", "late"]
+    assert family.keys == {"late", "later", "a", "b", "c", "d"}
+
+
 def test_layers_that_slide_without_a_window_are_refused() -> None:
     ours = tower("attention", dict(FULL), dict(SLIDING))
     with pytest.raises(UsageError, match="layer_types slides, but sliding_window or on is off"):
@@ -340,7 +349,9 @@ def test_dropout_of_a_head_is_that_of_its_kind() -> None:
 
 
 def test_ids_outside_a_small_vocabulary_are_null() -> None:
-    group = rules.ids_below(50, "bos", "eos")
+    group, nothing = rules.ids_below(50, "bos", "eos"), {}  # type: ignore[var-annotated]
+    group.reader({"bos": 60}, nothing)
+    assert group.names == ("bos", "eos") and nothing == {}
     for vocab, want in ((49, None), (50, None), (51, 7)):
         said = {"eos": 3}
         group.writer({"embedding": {"vocab": vocab}}, said)
