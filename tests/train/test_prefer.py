@@ -12,12 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import regard
+from regard.attention import GQA
+from regard.block import Tower
 from regard.cli.main import main
 from regard.data.config import Data, load
 from regard.data.feed import IGNORE, Batch
 from regard.data.read import DataError
 from regard.data.tokens import Coder
 from regard.errors import UsageError
+from regard.layers import LM, MLP
+from regard.models import Tokens, TransformerConfig
 from regard.models.adapt import low_ranks, switched_off
 from regard.report import folder as runs
 from regard.report import run as report
@@ -25,7 +29,7 @@ from regard.text import CHATML
 from regard.training.config import Adapt, adapted
 from regard.training.objectives import FORMS, REWARDS, Prefer, Tally, prefer
 from tests.train.test_chat import REPLY, USER, jsonl, tokenizer
-from tests.train.test_tasks import feed_for, model_for
+from tests.train.test_tasks import VOCAB, feed_for, model_for
 
 NEAR = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -91,6 +95,17 @@ def test_rewards_are_told_as_the_formula_has_them(form: str) -> None:
     told = tally.means()
     assert list(told) == [*REWARDS] and tally.means() == {}
     assert [*told.values()] == pytest.approx([x.mean().item() for x in means], rel=1e-9)
+
+
+def test_bias_of_the_head_that_learns_alone_gets_its_gradient() -> None:
+    tower, words = Tower(12, 1, GQA(2), MLP(16)), Tokens(VOCAB)
+    model = TransformerConfig(words, tower, LM(bias=True)).make().double().requires_grad_(False)
+    batch, how, start = feed_for("prefer").batch(0), Prefer(0.7), copy.deepcopy(model)
+    bias = model.head.bias.requires_grad_()
+    grads = []
+    for loss in (prefer(model, batch, how, start)[0], formula(model, start, batch, how)):
+        grads += torch.autograd.grad(loss, bias)
+    torch.testing.assert_close(*grads, **NEAR)
 
 
 def test_pair_without_labels_counts_nothing_wherever_it_stands() -> None:
