@@ -1,5 +1,6 @@
 """What a checkpoint's checkpoints counts before it writes, and the order in which things become true."""
 
+import errno
 import hashlib
 import json
 import os
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 import regard
 from regard.errors import UsageError
@@ -104,6 +106,25 @@ def test_shards_count_once_they_are_in_the_checkpoint(tmp_path: Path) -> None:
     # What a killed team wrote for a step that never counted.
     clean(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("No space left")]
+)
+def test_checkpoint_that_cannot_be_written_says_why_and_what_there_is(
+    error: Exception, tmp_path: Path
+) -> None:
+    def save(_: Any, path: Path) -> None:
+        path.mkdir()
+        if path.name.startswith(".step-00000002"):
+            raise error
+
+    checkpoints = Checkpoints(tmp_path, save)
+    checkpoints.write(1, None, {}, STATE)
+    why = "cannot write .*step-00000002: No space left( on device)?; step-00000001 is as it was"
+    with pytest.raises(UsageError, match=why):
+        checkpoints.write(2, None, {}, STATE)
+    assert checkpoints.steps() == [checkpoints.path(1)]
 
 
 def test_manifest_is_the_one_that_other_versions_read(tmp_path: Path) -> None:
