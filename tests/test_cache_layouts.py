@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from regard.cache import FIRST, Contiguous, OutOfPages, Paged, Ring, Sinks
+from regard.cache import FIRST, Contiguous, OutOfPages, Paged, Pool, Ring, Sinks
 from regard.cache.paged import LARGE, untouched
 from regard.errors import UsageError
 from tests.marks import SPECS, append, held, make, marks
@@ -331,6 +331,14 @@ def test_memory_of_a_pool_is_zero_and_aligned(size: int) -> None:
     assert not x.count_nonzero()
     x[0], x[-1] = 1, 2
     assert x.sum() == 3
+
+
+def test_two_pages_of_a_pool_are_nobodys() -> None:
+    """A row that takes all that there are has neither of them; their memory is there."""
+    pool = Pool(SPECS, 4, 3)
+    taken = {pool.take() for _ in range(4)}
+    assert taken == {0, 1, 2, 3} and {pool.blank, pool.scratch} == {4, 5}
+    assert {len(x) for store in pool.stores for x in store.values()} == {6}
 
 
 def test_memory_of_a_large_pool_is_counted_in_bytes() -> None:
