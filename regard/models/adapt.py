@@ -279,6 +279,9 @@ def without_dropout(model: Model) -> bool:
     for part in model.modules():
         if isinstance(part, nn.Dropout) and id(part) not in kept:
             there, part.p = there or part.p > 0, 0.0
+        # Between layers torch's cells have their own.
+        if isinstance(part, nn.RNNBase):
+            there, part.dropout = there or part.dropout > 0, 0.0
         config: Any = getattr(part, "config", None)
         drops = {n: 0.0 for n in ("dropout", "layer_drop") if getattr(config, n, None)}
         if drops and part is not model and not isinstance(part, LowRank):

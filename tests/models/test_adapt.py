@@ -183,3 +183,12 @@ def test_dropout_of_a_model_of_cells_is_found() -> None:
     model = RecurrentConfig(9, 8, dropout=0.3).make()
     assert without_dropout(model) and not without_dropout(model)
     assert model.dropout.p == 0 and model.config.dropout == 0.3
+
+
+@pytest.mark.parametrize("cell", ["elman", "gru", "lstm"])
+def test_dropout_between_cells_is_taken_out(cell: str) -> None:
+    model = RecurrentConfig(9, 8, layers=2, cell=cell, dropout=0.5).make().train()
+    ids = torch.arange(8)[None]
+    assert not torch.equal(model(ids), model(ids))
+    assert without_dropout(model)
+    assert torch.equal(model(ids), model(ids))
