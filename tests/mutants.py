@@ -134,7 +134,9 @@ COMPARE = {
 }  # fmt: skip
 SIGN = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*"}
 # Calls whose two arguments may change places, or that could not run if they did.
-SAME = re.compile(r"\b(min|max|minimum|maximum|equal|promote_types|transpose|isinstance|gcd|addcmul_)$")
+SAME = re.compile(
+    r"\b(min|max|minimum|maximum|equal|promote_types|transpose|isinstance|gcd|addcmul_)$"
+)
 # What is said, declared or checked is not what is computed.
 QUIET = (ast.Raise, ast.Assert, ast.AnnAssign, ast.arg, ast.JoinedStr)
 LOOKS = ("strict", "stacklevel", "indent")
