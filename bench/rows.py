@@ -23,7 +23,7 @@ from regard.decode.filters import FILTERS
 from regard.decode.sampling import draw as draw_plain
 from regard.decode.sampling import uniform
 from regard.kernels.c import native
-from regard.kernels.c.rows import attend_one, choose, draw, norm, plain_norm, update_cache
+from regard.kernels.c.rows import attend_one, draw, norm, plain_norm, update_cache
 from regard.position import Rope, rotate
 
 
@@ -87,7 +87,7 @@ def chooses(r: int, vocab: int, k: int) -> Case:
         x.logsumexp(-1), x.topk(k)
 
     return Case(
-        f"choose {k}, {r} x {vocab}", lambda: (torch.randn(r, vocab) * 3, k), choose, torchs
+        f"choose {k}, {r} x {vocab}", lambda: (torch.randn(r, vocab) * 3, k), lse_and_topk, torchs
     )
 
 

@@ -19,7 +19,7 @@ def in_c(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("the plain form was taken")
 
-    for name in ("plain_attend_one", "plain_update_cache", "plain_norm", "plain_choose"):
+    for name in ("plain_attend_one", "plain_update_cache", "plain_norm", "plain_lse_and_topk"):
         monkeypatch.setattr(native_rows, name, refuse)
 
 

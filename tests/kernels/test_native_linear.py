@@ -6,7 +6,7 @@ from torch import Tensor
 
 from regard.kernels.c import native
 from regard.kernels.c.linear import ACTIVATIONS, ROOM, NativeLinear, plain, usable
-from regard.kernels.c.rows import plain_choose
+from regard.kernels.c.rows import plain_lse_and_topk
 from regard.kernels.linear import PRECISIONS, Int4, Int8, Packed, half_is_fast, packs, possible
 
 
@@ -86,7 +86,7 @@ def test_the_best_outputs_are_those_of_the_whole_product(precision: str, threads
             w[n - 5], b[n - 5], b[3] = w[3], 4.0, 4.0
             layer = NativeLinear(w, b, precision)
             norm, values, ids = layer.best(x, many, (0, n - 1))
-            want = plain_choose(layer(x), many, (0, n - 1))
+            want = plain_lse_and_topk(layer(x), many, (0, n - 1))
             assert torch.equal(values, want[1]) and torch.equal(ids, want[2])
             torch.testing.assert_close(norm, want[0], rtol=3e-7, atol=0)
             assert torch.equal(layer.best(x, many, (0, n - 1))[0], norm)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from regard.decode import sampling
 from regard.kernels.c.rows import (
-    choose,
     draw,
+    lse_and_topk,
     norm,
-    plain_choose,
+    plain_lse_and_topk,
     plain_norm,
     plain_update_cache,
     update_cache,
@@ -206,7 +206,7 @@ def test_norm_on_threads_is_the_plain_form(count: int) -> None:
 @pytest.mark.parametrize("k", [1, 2, 8, 64])
 def test_choose_is_logsumexp_and_topk(form: str, vocab: int, k: int) -> None:
     logits, k = torch.randn(3, vocab) * 4, min(k, vocab)
-    norm_, values, ids = choose(logits, k)
+    norm_, values, ids = lse_and_topk(logits, k)
     close(norm_, logits.logsumexp(-1), atol=2e-6, rtol=1e-6)  # one rounding of numbers up to 20
     assert torch.equal(values, logits.topk(k).values)
     assert torch.equal(values, logits.gather(1, ids))
@@ -233,7 +233,7 @@ def test_choose_in_c_is_the_plain_form(data: st.DataObject) -> None:
         logits = logits.sort(-1, descending=kind == "reversed").values
     banned = data.draw(st.lists(st.integers(0, vocab - 1), max_size=5, unique=True))
     k = pick(1, 2, 5, 15)
-    mine, want = choose(logits, k, banned), plain_choose(logits, k, banned)
+    mine, want = lse_and_topk(logits, k, banned), plain_lse_and_topk(logits, k, banned)
     close(mine[0], want[0], atol=2e-6, rtol=1e-6)
     assert torch.equal(mine[1], want[1]) and torch.equal(mine[2], want[2])
 
@@ -241,7 +241,7 @@ def test_choose_in_c_is_the_plain_form(data: st.DataObject) -> None:
 def test_choose_takes_the_smaller_id_of_equals(form: str) -> None:
     logits = torch.zeros(2, 3000)
     logits[1, 2000:2010] = 1.0
-    ids = choose(logits, 12)[2]
+    ids = lse_and_topk(logits, 12)[2]
     assert ids[0].tolist() == list(range(12))
     assert ids[1].tolist() == [*range(2000, 2010), 0, 1]
 
@@ -249,16 +249,16 @@ def test_choose_takes_the_smaller_id_of_equals(form: str) -> None:
 def test_choose_counts_banned_ids_in_the_sum_alone(form: str) -> None:
     logits = torch.randn(2, 100)
     best = logits.argmax(-1).tolist()
-    norm_, _, ids = choose(logits, 100 - len(set(best)), best)
+    norm_, _, ids = lse_and_topk(logits, 100 - len(set(best)), best)
     close(norm_, logits.logsumexp(-1), atol=1e-6, rtol=1e-6)
     assert not torch.isin(ids, torch.tensor(best)).any()
-    assert choose(torch.full((1, 4), -torch.inf), 2, [0, 2])[2].tolist() == [[1, 3]]
+    assert lse_and_topk(torch.full((1, 4), -torch.inf), 2, [0, 2])[2].tolist() == [[1, 3]]
 
 
 def test_choose_refuses_more_than_there_are(form: str) -> None:
     for k, banned in ((5, []), (4, [1]), (0, [])):
         with pytest.raises(AssertionError, match="of 4 logits"):
-            choose(torch.randn(1, 4), k, banned)
+            lse_and_topk(torch.randn(1, 4), k, banned)
 
 
 @pytest.mark.parametrize("at", [0, 17, 1500, 1999])
@@ -266,7 +266,7 @@ def test_choose_tells_rows_that_are_not_finite(form: str, at: int) -> None:
     logits = torch.randn(5, 2000)
     logits[1, at], logits[2, at], logits[4] = torch.nan, torch.inf, -torch.inf
     logits[3, at], logits[3, 1000] = torch.inf, torch.nan
-    norm_, _, ids = choose(logits, 3)
+    norm_, _, ids = lse_and_topk(logits, 3)
     assert norm_[1].isnan() and norm_[3].isnan()
     assert norm_[2] == torch.inf and ids[2, 0] == at and norm_[4] == -torch.inf
     close(norm_[0], logits[0].logsumexp(-1), atol=1e-6, rtol=1e-6)
@@ -280,7 +280,7 @@ def test_choose_sums_exponentials_to_a_part_in_a_million() -> None:
     below = torch.linspace(0, 12, 200)
     logits = -below[:, None].repeat(1, 5001)
     logits[:, 0] = 0
-    share = choose(logits, 1)[0].double().exp() - 1
+    share = lse_and_topk(logits, 1)[0].double().exp() - 1
     want = 5000 * logits[:, 1].double().exp()
     # float32 holds the logarithm to 2.4e-7 of a number up to 8.6: 5e-7 in what it is the logarithm of
     assert ((share - want).abs() / (1 + want)).max() < 1.5e-6
@@ -291,10 +291,10 @@ def test_choose_has_the_same_bits_on_any_threads() -> None:
     logits, found = torch.randn(9, 20000), []
     for count in (1, 2, 3):
         torch.set_num_threads(count)
-        found.append(choose(logits, 5))
+        found.append(lse_and_topk(logits, 5))
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
-    assert torch.equal(found[0][2], plain_choose(logits, 5)[2])
+    assert torch.equal(found[0][2], plain_lse_and_topk(logits, 5)[2])
 
 
 # --- the draw ---

@@ -235,7 +235,7 @@ def lse_and_topk(
         logits = logits.index_fill(1, torch.tensor(banned, device=logits.device), -torch.inf)
     call = call_of("choose")
     if call is None or not _readable(logits) or learns(logits):
-        return plain_choose(logits, k, banned)
+        return plain_lse_and_topk(logits, k, banned)
     lse, values = logits.new_empty(r), logits.new_empty(r, k)
     ids = torch.empty(r, k, dtype=torch.int64)
     bans = array("q", banned)
@@ -245,10 +245,10 @@ def lse_and_topk(
     return lse, values, ids
 
 
-def plain_choose(
+def plain_lse_and_topk(
     logits: Tensor, k: int, banned: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `choose` computes. A stable sort keeps equals in order; top-k is faster where there are none."""
+    """What `lse_and_topk` computes. A stable sort keeps equals in order; top-k is faster where there are none."""
     scores, free = logits, torch.arange(logits.shape[1], device=logits.device)
     if banned:
         free = free[~torch.isin(free, torch.tensor(banned, device=logits.device))]
