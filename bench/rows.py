@@ -23,7 +23,7 @@ from regard.decode.filters import FILTERS
 from regard.decode.sampling import draw as draw_plain
 from regard.decode.sampling import uniform
 from regard.kernels.c import native
-from regard.kernels.c.rows import attend_one, draw, norm, plain_norm, update_cache
+from regard.kernels.c.rows import attend_one, draw, lse_and_topk, norm, plain_norm, update_cache
 from regard.position import Rope, rotate
 
 
