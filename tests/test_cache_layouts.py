@@ -138,6 +138,14 @@ def test_sinks_have_room_for_others_too(window: int) -> None:
         sinks(1, window)
 
 
+def test_sinks_past_their_window_take_one_token_at_a_time() -> None:
+    cache = sinks(1)
+    cache.begin(5)
+    with pytest.raises(UsageError, match="one at a time"):
+        cache.begin(2)
+    cache.begin(1)
+
+
 def test_sinks_show_the_first_tokens_and_the_last() -> None:
     """At neighbouring places, for rows of any length; when the room for two windows is full, what is still seen goes to
     its front."""

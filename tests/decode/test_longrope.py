@@ -10,6 +10,7 @@ import torch
 import regard
 from regard.attention import GQA
 from regard.decode.engine import Engine
+from regard.decode.sequence import Sequence
 from regard.decode.settings import Request, Settings
 from regard.fast.cpu import prepare
 from regard.position import LongRope, Rope
@@ -145,3 +146,9 @@ def test_phi_3_goes_on_as_transformers_does() -> None:
             torch.tensor([ids]), max_new_tokens=30, do_sample=False, use_cache=False
         )
         assert ids_of(ours, [ids], max_new_tokens=30, eos=()) == [want[0, len(ids) :].tolist()]
+
+
+@pytest.mark.parametrize("beams, far", [(1, False), (2, True), (3, True)])
+def test_a_search_is_read_for_the_longest_that_it_may_come_to(beams: int, far: bool) -> None:
+    request = Request([1, 2, 3], Settings(max_new_tokens=5, beams=beams))
+    assert Sequence(request, 0, border=6).far == far

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from regard.attention import DSA, GQA, sparse
+from regard.attention.core import Terms
 from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError
 from regard.mask import Causal, Span, Visible
@@ -257,3 +258,20 @@ def test_index_warm_up_teaches_the_indexer_to_find_the_heavy_keys() -> None:
     after, same = kept()
     assert same == best  # the model itself has not moved
     assert before < 0.75 * best and after > 0.92 * best, (before, after, best)
+
+
+@pytest.mark.parametrize("queries", [1, 6])
+def test_attention_in_runs_sees_by_a_mask_for_all_or_for_each(
+    queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask (b h t s), or the same for every query (b h 1 s)."""
+    g = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 2, 6, 4, generator=g) for _ in range(2))
+    mask = torch.rand(1, 1, queries, 6, generator=g) < 0.7
+    mask[..., 0] = True
+    whole, runs = (index_losses.Seen(None, q, None, []) for _ in range(2))  # type: ignore[arg-type]
+    whole.see(q, k, k, mask, Terms(0.5))
+    monkeypatch.setattr(index_losses, "ROWS", 24)
+    runs.see(q, k, k, mask, Terms(0.5))
+    assert len(runs.target) == 3
+    torch.testing.assert_close(torch.cat(runs.target, 1), whole.target[0])
