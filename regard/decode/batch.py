@@ -47,6 +47,11 @@ class Batch:
         """Each request once, in the order of its first row."""
         return list({id(row.request): row.request for row in self.rows}.values())
 
+    def outgrown(self, longest: float) -> list[Request]:
+        """Each request of which a text is longer than that."""
+        texts = ((s.request, len(s.request.ids) + len(s.sequence.ids)) for s in self.slots)
+        return list(dict.fromkeys(request for request, size in texts if size > longest))
+
     def _slot(self, row: Sequence) -> Slot:
         return Slot(row, row.request.ids + row.ids)
 

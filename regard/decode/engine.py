@@ -240,7 +240,8 @@ class Engine:
                     # An earlier batch may have put its requests back.
                     if scheduler.batches.get(key) is batch:
                         events += self._advance(key[1], batch)
-            scheduler.judge()
+            if scheduler.trials.groups:
+                scheduler.judge()
             return scheduler.done(events)
 
     @contextmanager
@@ -281,7 +282,7 @@ class Engine:
             # Requests of which a row has outgrown the context change batches, all their rows together; for a cache that
             # forgets they are read once more.
             long = self.longest if kind is None and self.longest is not None else math.inf
-            for request in dict.fromkeys(row.request for row in batch.rows if row.size > long):
+            for request in batch.outgrown(long):
                 rows, _ = self.scheduler.take(request)
                 self._enter(request, rows)
             while batch.slots:

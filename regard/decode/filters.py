@@ -36,7 +36,7 @@ class Filter:
 
 
 def top_k(logits: Tensor, k: int | Tensor) -> Tensor:
-    """Keep the k largest (0 keeps all)."""
+    """Keep the k largest. In a column, as settings come, 0 keeps all; a number below 1 is an error."""
     if isinstance(k, int) and k < 1:
         raise UsageError(f"top_k={k} would leave no token; give 1 or more")
     order = logits.argsort(dim=-1, descending=True, stable=True)

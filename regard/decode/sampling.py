@@ -368,7 +368,7 @@ def allowed(logits: Tensor, words: Tensor) -> Tensor:
 
 
 def marked(ids: Tensor, vocab: int) -> Tensor:
-    """Which tokens are among ids (n k), where -1 is none: (n V)."""
+    """Which tokens are among ids (n k), such as a row's end tokens; -1 is none: (n V) bool."""
     # What is none goes to a column behind the vocabulary.
     places = torch.where(ids < 0, vocab, ids)
     found = torch.zeros(len(ids), vocab + 1, dtype=torch.bool, device=ids.device)

@@ -105,7 +105,7 @@ class Scheduler:
         common. Each has entered a batch before the next one is asked for."""
         if not self.waiting:
             return
-        if not self.trials:
+        if not self.trials.groups:
             self._make_room()
         rows, pages = self.room()
         # Keys of the pages that others will publish.
@@ -309,7 +309,7 @@ class Scheduler:
     def blame(self, short: bool) -> int | None:
         """After a step that raised, for want of memory where it was `short`: the number of the request that ran alone.
         Of several that ran, fewer are tried from now on, or halves of them apart."""
-        on_trial, tried = bool(self.trials), self.trials.tried
+        on_trial, tried = bool(self.trials.groups), self.trials.tried
         alone = self.trials.split(short)
         if alone is not None:
             if not short:
@@ -322,8 +322,8 @@ class Scheduler:
 
     def judge(self) -> None:
         """When all on trial have come further than where a step raised, it is the others' turn, or everybody's."""
-        if self.trials and self.trials.judge(self.progress(), {r.number for r in self.waiting}):
-            for request in list(self.running()) if self.trials else ():
+        if self.trials.judge(self.progress(), {r.number for r in self.waiting}):
+            for request in list(self.running()) if self.trials.groups else ():
                 self.preempt(request)
 
 

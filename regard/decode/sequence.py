@@ -229,11 +229,6 @@ class Slot:
     states: dict[bytes, list[Recurrent]] = field(default_factory=dict)
 
     @property
-    def times(self) -> int:
-        """Rows of a step that it has: a request with all its beams is one slot."""
-        return self.settings.beams
-
-    @property
     def over(self) -> bool:
         return bool(self.sequence.finish)
 
@@ -258,6 +253,8 @@ class Slot:
 
     def __post_init__(self) -> None:
         self.request, self.settings = self.sequence.request, self.sequence.request.settings
+        # Rows of a step that it has: a request with all its beams is one slot.
+        self.times = self.settings.beams
         # Tokens that the sequence had said when it came here.
         self.said = len(self.text) - len(self.request.ids)
         self.far, self.salt = self.sequence.far, self.sequence.salt

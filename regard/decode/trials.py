@@ -18,9 +18,6 @@ class Trials:
     # The first of them runs now, until all of it have come further.
     groups: list[dict[int, int]] = field(default_factory=list)
 
-    def __bool__(self) -> bool:
-        return bool(self.groups)
-
     def admit(self, number: int) -> bool:
         """Whether a request may run now."""
         return not self.groups or number in self.groups[0]

@@ -83,7 +83,8 @@ def turn(scheduler: Scheduler, faulty: Callable[[], bool] | None = None) -> list
             events += said + scheduler.settle(batch)
     if faulty is not None and faulty():
         raise Fault
-    scheduler.judge()
+    if scheduler.trials.groups:
+        scheduler.judge()
     return scheduler.done(events)
 
 

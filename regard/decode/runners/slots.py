@@ -176,6 +176,8 @@ class GraphBatch(Batch):
             group = group[len(some) :]
 
     def _read(self, group: list[tuple[Slot, int]]) -> None:
+        """Prefill the next tokens of each slot's text. Where a text is through, its slot and the samples that share it
+        choose their first token; they share its pages up to the end of the prompt."""
         parts, through, shares = [], [], list[tuple[Slot, Slot, int]]()
         for slot, size in group:
             end, others = slot.fed + size, slot.going()

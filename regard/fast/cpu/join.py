@@ -68,7 +68,8 @@ class Join(Specialise):
         return new
 
     def product(self, *linears: nn.Linear, out: torch.dtype | None = None) -> nn.Module:
-        """One layer that gives the outputs of all `linears` after each other."""
+        """One layer that gives the outputs of all `linears` after each other. It empties the weights of those in
+        `spent`, so that a model is not held twice."""
         weight, bias = stacked(linears)
         precision = possible(self.precision, weight)
         made = pack(weight, bias, precision, out, self.back(linears[0], precision))

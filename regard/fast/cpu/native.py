@@ -152,7 +152,7 @@ class NativeAttention(_Native, JoinedAttention):
             q, k, v = qkv.split((h * d, g * d, g * self.e), -1)
             q, k = self.as_heads(q, self.q_norm), self.as_heads(k, self.k_norm)
             qkv = torch.cat([q.flatten(1), k.flatten(1), v], -1)
-        k, v, place, page = _memory(layer, ctx)
+        k, v, place, page = _storage(layer, ctx)
         pos = ctx.once("rows", lambda: ctx.pos.index[:, 0].expand(len(qkv)).contiguous())
         cos, sin = ctx.angles(c.rope, self.d, torch.float32) if c.rope else (None, None)
         layout = c.rope.layout if c.rope else ""
@@ -178,7 +178,7 @@ class NativeCrossAttention(_Native, JoinedCrossAttention):
         if layer is None or ctx.memory is not None or not self.bare:
             return super().attend(x, ctx)
         q = self.queries(x, ctx)
-        k, v, place, page = _memory(layer, ctx)
+        k, v, place, page = _storage(layer, ctx)
         share = len(q) // layer.cache.batch
         pos = ctx.once("last", lambda: last_of(layer.cache, len(q)))
         o = attend_one(q[:, 0], k, v, pos, place=place, page=page, share=share, scale=self.scale)
@@ -189,7 +189,7 @@ class NativeCrossAttention(_Native, JoinedCrossAttention):
         return o[:, None]
 
 
-def _memory(layer: Layer, ctx: Context) -> tuple[Tensor, Tensor, Tensor | None, int]:
+def _storage(layer: Layer, ctx: Context) -> tuple[Tensor, Tensor, Tensor | None, int]:
     """Keys, values, and in pages which of them hold each row's tokens, and how many each."""
     cache = layer.cache
     if isinstance(cache, Paged):

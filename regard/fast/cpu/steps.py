@@ -145,17 +145,18 @@ class Step:
 
 
 class Tapes:
-    """The steps of a stack that were recorded last. A step is recorded when it is met for the second time. A twin of
-    the stack, whose parts may be watched, has none."""
+    """The recorded steps of a stack, of the `MOST` keys that were met last. A step is recorded when it is met for the
+    second time. A shallow copy of the stack, whose parts may be watched, has these too, and must not play them."""
 
     MOST = 8
 
     def __init__(self, stack: Stack) -> None:
+        # The recorded step of a key, or True where it was met once.
         self.lock, self.steps = threading.Lock(), dict[Key, Step | bool]()
         # By the types of the caches: whether a step that was played gave what it must. It does not where part of a
         # block computes outside of the C code.
         self.verified = dict[tuple[type, ...], bool]()
-        # Weak, as the stack holds us. A shallow copy of it has the same tapes, and must not play them.
+        # Weak, as the stack holds us.
         self.stack = weakref.ref(stack)
 
     def found(self, key: Key) -> Step | bool | None:

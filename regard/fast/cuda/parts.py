@@ -475,7 +475,8 @@ class GraphCross(GraphAttention):
 
 
 class GraphLatent(LatentAttention):
-    """MLA, absorbed: queries meet the latents themselves; its pages hold latents (c) and rotary keys (r)."""
+    """MLA, whose pages hold latents (c) and rotary keys (r). Steps are absorbed: queries meet the latents themselves.
+    Most prompts are not: `heads` makes keys and values for every head."""
 
     first: Product  # of these widths: queries or their latent, latent, rotary key; and what others read
     first_width: tuple[int, int, int]
