@@ -281,6 +281,51 @@ def test_wings_keep_their_budgets() -> None:
         assert count <= int(most.replace(",", "")), f"{held}: {count} lines, at most {most}"
 
 
+# Lines that a reader must hold in mind at once. A launch of a kernel has an argument a line.
+MOST_OF_A_FILE, MOST_OF_A_CLASS, MOST_OF_A_FUNCTION = 700, 300, 60
+TABLES = {"checkpoint/families.py", "learn/mechanisms.py"}
+LAUNCHES = {"kernels/triton/attention.py:decode"}
+
+
+def too_long(name: str, source: str) -> list[str]:
+    """What is, but for kernels, which Triton compiles whole."""
+    found = []
+    if len(source.splitlines()) > MOST_OF_A_FILE and name not in TABLES:
+        found.append(name)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef):
+            most = MOST_OF_A_CLASS
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            most = MOST_OF_A_FUNCTION
+        else:
+            continue
+        kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+        lines = (node.end_lineno or 0) - node.lineno + 1
+        if lines > most and not kernel and f"{name}:{node.name}" not in LAUNCHES:
+            found.append(f"{name}:{node.name} {lines}")
+    return found
+
+
+def test_nothing_is_too_long_to_read() -> None:
+    files = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
+    found = (too_long(name, path.read_text(encoding="utf-8")) for name, path in files.items())
+    assert not [each for some in found for each in some]
+
+
+@pytest.mark.parametrize(
+    "source, seen",
+    [
+        ("def f():\n" + "    pass\n" * 59, []),
+        ("def f():\n" + "    pass\n" * 60, ["x.py:f 61"]),
+        ("@triton.jit\ndef f():\n" + "    pass\n" * 99, []),
+        ("class A:\n" + "    a = 1\n" * 300, ["x.py:A 301"]),
+        ("a = 1\n" * 701, ["x.py"]),
+    ],
+)
+def test_what_is_too_long_is_seen(source: str, seen: list[str]) -> None:
+    assert too_long("x.py", source) == seen
+
+
 def test_no_machine_paths() -> None:
     # every file that git has or would take
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]

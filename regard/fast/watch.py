@@ -184,65 +184,76 @@ class WatchedStates(WatchedModel):
 # --- where they stand ---------------------------------------------------------------------------------------------
 
 
-def watch(model: M, watcher: Watcher) -> M:
-    """`model` with the parts above, named by where they stand: "decoder block 1 cross-attention q"."""
+class _Parts:
+    """The parts above for the parts of a model, named by where they stand."""
+
+    def __init__(self, watcher: Watcher):
+        self.watcher = watcher
 
     def part(
-        kind: type[W], plain: nn.Module, name: str, source: bool, **parts: nn.Module | None
+        self, kind: type[W], plain: nn.Module, name: str, source: bool, **parts: nn.Module | None
     ) -> W:
         new = share(mixed(kind, type(plain)), plain, **parts)
-        new.watcher, new.name, new.source = watcher, name, source
+        new.watcher, new.name, new.source = self.watcher, name, source
         return new
 
-    def seen(plain: nn.Module | None, name: str, source: bool) -> Seen | None:
-        return None if plain is None else part(Seen, plain, name, source)
+    def seen(self, plain: nn.Module | None, name: str, source: bool) -> Seen | None:
+        return None if plain is None else self.part(Seen, plain, name, source)
 
-    def added(plain: Add, name: str, what: str, source: bool) -> WatchedAdd:
-        norm = seen(plain.norm, f"{name}norm after {what}", source)
+    def added(self, plain: Add, name: str, what: str, source: bool) -> WatchedAdd:
+        norm = self.seen(plain.norm, f"{name}norm after {what}", source)
         label = what if what == "feed-forward" else f"{what} output"
-        return part(WatchedAdd, plain, name + label, source, norm=norm)
+        return self.part(WatchedAdd, plain, name + label, source, norm=norm)
 
     def mechanism(
-        plain: Mechanism | None, name: str, what: str, source: bool
+        self, plain: Mechanism | None, name: str, what: str, source: bool
     ) -> WatchedMechanism | None:
         if plain is None:
             return None
         kind = WatchedSparse if isinstance(plain, SparseAttention) else WatchedMechanism
-        parts: dict[str, nn.Module] = {"add": added(plain.add, name, what, source)}
+        parts: dict[str, nn.Module] = {"add": self.added(plain.add, name, what, source)}
         indexer = getattr(plain, "indexer", None)
         if isinstance(indexer, GraphIndexer):
-            parts["indexer"] = part(WatchedIndexer, indexer, name, source)
-        new = part(kind, plain, f"{name}{what} ", source, **parts)
+            parts["indexer"] = self.part(WatchedIndexer, indexer, name, source)
+        new = self.part(kind, plain, f"{name}{what} ", source, **parts)
         new.cross = what == "cross-attention"
         return new
 
-    def block(plain: Any, name: str, source: bool) -> Seen:
+    def block(self, plain: Any, name: str, source: bool) -> Seen:
         parts: dict[str, nn.Module | None] = {
-            f"norm{i}": seen(getattr(plain, f"norm{i}"), f"{name}norm {i}", source)
+            f"norm{i}": self.seen(getattr(plain, f"norm{i}"), f"{name}norm {i}", source)
             for i in (1, 2, 3)
         }
-        parts["attention"] = mechanism(plain.attention, name, "attention", source)
-        parts["cross"] = mechanism(plain.cross, name, "cross-attention", source)
+        parts["attention"] = self.mechanism(plain.attention, name, "attention", source)
+        parts["cross"] = self.mechanism(plain.cross, name, "cross-attention", source)
         kind = WatchedExperts if isinstance(plain.ffn, MixtureOfExperts) else WatchedFeedForward
-        inside: dict[str, nn.Module] = {"add": added(plain.ffn.add, name, "feed-forward", source)}
+        inside: dict[str, nn.Module] = {
+            "add": self.added(plain.ffn.add, name, "feed-forward", source)
+        }
         shared = getattr(plain.ffn, "shared", None)
         if shared is not None:
-            inside["shared"] = part(WatchedFeedForward, shared, f"{name}shared expert", source)
-        parts["ffn"] = part(kind, plain.ffn, f"{name}feed-forward", source, **inside)
-        return part(Seen, plain, f"{name}output", source, **parts)
+            inside["shared"] = self.part(WatchedFeedForward, shared, f"{name}shared expert", source)
+        parts["ffn"] = self.part(kind, plain.ffn, f"{name}feed-forward", source, **inside)
+        return self.part(Seen, plain, f"{name}output", source, **parts)
 
+
+def watch(model: M, watcher: Watcher) -> M:
+    """`model` with the parts above, named by where they stand: "decoder block 1 cross-attention q"."""
+    each = _Parts(watcher)
     parts: dict[str, nn.Module] = {}
     for tower, reads in model.towers.items():
         name, source = "" if tower == "tower" else f"{tower} ", tower == "encoder"
         stack: Any = getattr(model, tower)
-        blocks = {str(i): block(b, f"{name}block {i} ", source) for i, b in enumerate(stack.blocks)}
+        blocks = {
+            str(i): each.block(b, f"{name}block {i} ", source) for i, b in enumerate(stack.blocks)
+        }
         parts[tower] = share(
             type(stack),
             stack,
             blocks=share(type(stack.blocks), stack.blocks, **blocks),
-            norm=seen(stack.norm, f"{name}final norm", source),
+            norm=each.seen(stack.norm, f"{name}final norm", source),
         )
-        parts[reads] = part(Seen, getattr(model, reads), f"{name}embedding", source)
+        parts[reads] = each.part(Seen, getattr(model, reads), f"{name}embedding", source)
     kind = WatchedModel if parts else WatchedStates
     twin: Any = share(mixed(kind, type(model)), model, **parts)
     twin.watcher = watcher

@@ -20,6 +20,7 @@ from regard.errors import UsageError
 from regard.fast import cuda
 from regard.fast.cuda import parts as cuda_parts
 from regard.fast.cuda import prompts as cuda_prompts
+from regard.fast.cuda import table as cuda_table
 from regard.fast.cuda.record import Recorder
 from regard.kernels.triton import attention as gpu_attention
 from regard.kernels.triton import experts as gpu_experts
@@ -374,7 +375,8 @@ def test_states_alone_have_two_pages_for_each_row() -> None:
 
 
 def test_parts_without_a_kernel_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_parts, "ready", lambda x: True)
+    for module in (cuda_parts, cuda_table):
+        monkeypatch.setattr(module, "ready", lambda x: True)
     monkeypatch.setattr(gpu_attention, "ready", lambda x: True)
     monkeypatch.setattr(gpu_experts, "ready", lambda x: True)
     for name, words in (

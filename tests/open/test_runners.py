@@ -12,6 +12,10 @@ import regard
 from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.protocol import Context
 from regard.block import Block
+from regard.decode.batch import Batch, Reading
+from regard.decode.engine import Engine
+from regard.decode.runners.rows import Forward, PlainBatch
+from regard.decode.settings import Request, Settings
 from regard.layers import FeedForward
 from regard.parity.graph import why_unseen
 
@@ -103,3 +107,52 @@ def test_what_runs_as_it_is_is_said(stranger: Any) -> None:
     said = regard.Engine(stranger, runner="graph").explain()
     assert "Generic" in said and ("as it is" in said or "over tensors" in said)
     assert "runs as it is there" in why_unseen(stranger) and why_unseen(build()) == ""
+
+
+class Counting(PlainBatch):
+    steps = 0
+
+    def step(self) -> None:
+        type(self).steps += bool(self.live)
+        super().step()
+
+
+class Greedy:
+    """A runner of its own for greedy requests; what it does not take goes to those of the engine."""
+
+    name = "greedy"
+
+    def __init__(self, forward: Forward):
+        self.forward = forward
+
+    def explain(self) -> list[str]:
+        return ["runner greedy: all that is not drawn"]
+
+    def takes(self, request: Request, long: bool) -> bool:
+        return not request.settings.temperature and not long
+
+    def kind(self, request: Request, long: bool) -> None:
+        return None
+
+    def batch(self, kind: None, reading: Reading) -> Batch:
+        return Counting(self.forward, reading)
+
+
+@pytest.mark.parametrize("runner", ["torch", "graph"])
+def test_an_added_runner_serves_what_it_takes(runner: str) -> None:
+    model = build()
+    drawn = Settings(max_new_tokens=6, temperature=1.0, seed=3)
+    asked = [(ids, s) for ids in PROMPTS for s in (Settings(max_new_tokens=6), drawn)]
+
+    def answers(engine: Engine) -> list[list[int]]:
+        for key, (ids, settings) in enumerate(asked):
+            engine.submit(Request(list(ids), settings, key=key))
+        found = {e.request: e.done[0].ids for e in engine.run() if e.done is not None}
+        return [found[i] for i in range(len(asked))]
+
+    want, engine = answers(Engine(model, runner=runner)), Engine(model, runner=runner)
+    forward = engine.runners[-1].forward  # type: ignore[attr-defined]
+    engine.runners.insert(0, Greedy(forward))
+    Counting.steps = 0
+    assert answers(engine) == want
+    assert Counting.steps >= 5 and engine.explain().startswith("runner greedy")

@@ -8,25 +8,21 @@ the model itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from regard.attention import DSA
 from regard.attention.delta import GatedDeltaRule
 from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
-from regard.attention.protocol import Context, Mechanism, MechanismConfig
+from regard.attention.protocol import Context
 from regard.attention.sparse import Indexer, SparseAttention, to_fp8
-from regard.block import ORDERS, Block, Stack, after, before
-from regard.fast.cuda.generic import GenericBlock, GenericMechanism, GenericPart
 from regard.fast.cuda.pages import GraphContext, Pages, pages_of
 from regard.fast.cuda.residual import (
-    LeftNorm,
     Product,
     Read,
     Residual,
@@ -34,9 +30,7 @@ from regard.fast.cuda.residual import (
     added,
     rms,
     tensor,
-    vocabulary,
 )
-from regard.fast.specialise import P, Row, Specialise, direct
 from regard.kernels.fused import side_by_side
 from regard.kernels.triton import attention as gpu_attention
 from regard.kernels.triton import latent as gpu_latent
@@ -48,234 +42,9 @@ from regard.kernels.triton.linear import ready
 from regard.kernels.triton.wide import HIGHEST, summed
 from regard.layers import FeedForward, LMHead
 from regard.mask import Span
-from regard.models import EncoderDecoder, Model
-from regard.models.adapt import Int4Linear, LowRank
 from regard.moe import MixtureOfExperts
-from regard.position import RelativeBias
 
 SCORES = 2**25  # index scores of a prompt that are made at once
-
-
-def why_not(model: Model) -> str:
-    """What about a model has no static step, or nothing."""
-    c = model.config
-    two = c.kind == "encoder_decoder"
-    if not two and (c.kind != "transformer" or c.embedding.kind != "tokens"):
-        return f"{type(c).__name__} is not a tower that writes tokens"
-    tower, position = (c.decoder, c.target.position) if two else (c.tower, c.embedding.position)
-    if not tower.causal or (tower.cross and not two):
-        return "its tower is not causal, or reads what no encoder of its own makes"
-    specs = model.decoder.cache_specs if isinstance(model, EncoderDecoder) else None
-    if specs and specs("cross") != specs():
-        return "its attention to the source keeps other shapes than that to the text"
-    if tower.cross and (tower.cross.kind != "gqa" or tower.cross.gated):
-        return "its attention to the source has latents, or a gate"
-    if c.head is None or c.head.kind != "lm":
-        return "it has no language-model head"
-    if position is not None and position.kind == "learned" and position.skip is not None:
-        return "its positions skip tokens"
-    if any(isinstance(m, LowRank | Int4Linear) for m in model.modules()):
-        return "its linear layers are packed, or have adapters: merge them first"
-    if any(type(p.data) is not Tensor for p in model.parameters()):
-        return "its weights are spread over several devices"
-    return "a probe watches it" if model.watch is not None else ""
-
-
-def inner(attention: MechanismConfig) -> MechanismConfig:
-    """The attention that a sparse one chooses keys for; any other itself."""
-    return attention.attention if isinstance(attention, DSA) else attention
-
-
-class Cuda(Specialise):
-    """`relative`: the bias on positions that attention has."""
-
-    def __init__(self, kernels: bool, relative: nn.Module | None):
-        super().__init__()
-        self.kernels, self.biased = kernels, relative is not None
-        # Ours are by distance alone.
-        ours = relative is None or type(relative) is RelativeBias
-        self.no_distance = "" if ours else f"it has a {type(relative).__name__}"
-
-    def kind(self, kind: type[P]) -> type[P]:
-        return direct(kind)
-
-    def product(self, *modules: nn.Linear, act: str = "", gated: bool = False) -> Product:
-        return Product.of(modules, act, gated, self.kernels)
-
-    def note(self, weight: Tensor, why: str) -> str:
-        """What `explain` adds where a part has no kernel."""
-        return f", by torch's operations: {why}" if why and self.kernels and ready(weight) else ""
-
-    def new(self, module: nn.Module) -> nn.Module:
-        """What has no row runs as it is: a mechanism, what stands for a feed-forward (`feeding`), a block."""
-        if isinstance(module, Block) and self.row(type(module)) is None:
-            return self.over_tensors(module, "it has no fast form")
-        return self.part(module) if isinstance(module, Mechanism) else super().new(module)
-
-    def part(self, m: nn.Module) -> nn.Module:
-        """A mechanism, or what stands for a feed-forward: as it is where the table has no row."""
-        if self.row(type(m)) is not None:
-            return super().new(m)
-        new = self.generic(m, "it has no fast form")
-        self.rows[type(m).__name__, f"{type(new).__name__}{new.note}"] += 1
-        return new
-
-    def generic(self, m: nn.Module, why: str) -> GenericMechanism | GenericPart:
-        new = GenericMechanism(m) if isinstance(m, Mechanism) else GenericPart(m)
-        new.note = f", as it is: {why}"
-        return new
-
-    def unlike(self, *linears: nn.Module | None) -> str:
-        """Why these cannot be one product, or nothing."""
-        others = [m for m in linears if m is not None and type(m) is not nn.Linear]
-        return f"it has a {type(others[0]).__name__}" if others else ""
-
-    def block(self, m: Block) -> nn.Module:
-        # These leave sums and norms to who reads them; any other order runs over tensors.
-        around = ORDERS[m.order].around
-        if around not in (before, after) or not m.residual:
-            why = f"its order is {m.order}" if m.residual else "it has no residual"
-            return self.over_tensors(m, why)
-        names = ("norm1", "norm3") if m.cross is None else ("norm1", "norm2", "norm3")
-        parts: dict[str, nn.Module] = {n: LeftNorm(getattr(m, n), around is after) for n in names}
-        if m.cross is not None:
-            parts["cross"] = self.cross(m.cross)
-        return self.copy(m, ffn=self.feeding(m.ffn), **parts)
-
-    def over_tensors(self, m: Block, why: str) -> nn.Module:
-        self.rows[type(m).__name__, f"GenericBlock, over tensors: {why}"] += 1
-        cross = None if m.cross is None else self.cross(m.cross)
-        return GenericBlock(self.copy(m, ffn=self.feeding(m.ffn), cross=cross))
-
-    def feeding(self, m: nn.Module) -> nn.Module:
-        """What stands for a feed-forward; layers may share it."""
-        if id(m) not in self.made:
-            self.made[id(m)] = self.part(m)
-        return self.made[id(m)]
-
-    def cross(self, m: Mechanism) -> nn.Module:
-        """Cross-attention, whose class is that of self-attention, so that the table has another row for it. Its
-        matrices of keys and values become views of one."""
-        assert isinstance(m, GroupedQueryAttention), "see `why_not`"
-        new = self.copy_as(GraphCross, m)
-        new.first, new.out = self.product(m.wq), self.product(m.wo)
-        new.wkv = self.product(m.wk, m.wv)
-        self.rows[type(m).__name__, "GraphCross"] += 1
-        return new
-
-    def attention(self, m: GroupedQueryAttention) -> nn.Module:
-        if why := self.unlike(m.wq, m.wk, m.wv, m.wo, m.wg) or self.no_distance:
-            return self.generic(m, why)
-        new, c = self.copy_as(GraphAttention, m), m.config
-        gate = [] if m.wg is None else [m.wg]
-        new.first, new.out = self.product(m.wq, m.wk, m.wv, *gate), self.product(m.wo)
-        why = "" if new.fast(m.wk.weight) else f"heads of {m.d} and {m.e} features"
-        new.note = self.note(m.wk.weight, why)
-        norms, paired = (rms(m.q_norm), rms(m.k_norm)), bool(c.rope and c.rope.layout != "half")
-        new.heads = {
-            "norms": norms if m.q_norm else None,
-            "whole": c.qk_norm_whole,
-            "paired": paired,
-        }
-        return new
-
-    def experts(self, m: MixtureOfExperts) -> nn.Module:
-        if why := self.unlike(m.router):
-            return self.generic(m, why)
-        new = self.copy_as(GraphExperts, m)
-        biases = None
-        if m.gate_bias is not None and m.up_bias is not None and m.down_bias is not None:
-            biases = (m.gate_bias, m.up_bias, m.down_bias)
-        act, limit = m.config.activation, m.config.limit
-        new.all = Experts(m.gate, m.up, m.down, biases, act, limit)
-        new.fast = self.kernels
-        why = "" if m.config.groups == 1 else "its router, as it chooses among groups"
-        new.note = self.note(m.gate, why if suits(m.gate[0], new.all) else "experts of this size")
-        return new
-
-    def latent(self, m: LatentAttention) -> nn.Module:
-        if why := self.unlike(m.w_dq, m.w_uq, m.w_dkv, m.w_ukv, m.wo) or self.no_bias:
-            return self.generic(m, why)
-        new = self.copy_as(GraphLatent, m)
-        query = m.w_uq if m.w_dq is None else m.w_dq
-        new.first, new.first_width = self.product(query, m.w_dkv), (len(query.weight), m.c, m.r)
-        new.second = None if m.w_dq is None else self.product(m.w_uq)
-        new.out = self.product(m.wo)
-        new.up = tuple(
-            w.contiguous() for w in m.w_ukv.weight.view(m.h, -1, m.c).split([m.d, m.e], 1)
-        )
-        return new
-
-    def indexer(self, m: Indexer) -> nn.Module:
-        new = self.copy_as(GraphIndexer, m)
-        new.product, new.kernels = self.product(m.wq), self.kernels
-        return new
-
-    @property
-    def no_bias(self) -> str:
-        return "no kernel of it has a bias on positions" if self.biased else ""
-
-    def sparse(self, m: SparseAttention) -> nn.Module:
-        why = "its choice has a window" if m.config.window else self.no_bias
-        why = why or (
-            "its attention has a gate" if getattr(inner(m.config), "gated", False) else ""
-        )
-        if type(m.attention) not in self.table:
-            why = why or f"it chooses keys for a {type(m.attention).__name__}"
-        if why:
-            return self.generic(m, why)
-        new, attention = self.copy_as(GraphSparse, m), m.attention
-        if isinstance(attention, LatentAttention):
-            query = attention.w_uq if attention.w_dq is None else attention.w_dq
-            new.attention.first = self.product(query, attention.w_dkv, m.indexer.wk)
-        return new
-
-    def delta(self, m: GatedDeltaRule) -> nn.Module:
-        if why := self.unlike(m.wo):
-            return self.generic(m, why)
-        new = self.copy_as(GraphDelta, m)
-        new.out, new.note = self.product(m.wo), self.note(m.wo.weight, "its state has no kernel")
-        return new
-
-    def feed_forward(self, m: FeedForward) -> nn.Module:
-        if why := self.unlike(m.gate, m.up, m.down):
-            return self.generic(m, why)
-        both = [m.up] if m.gate is None else [m.gate, m.up]
-        new = self.copy_as(GraphFeedForward, m)
-        new.first = self.product(*both, act=m.config.activation, gated=m.gate is not None)
-        new.out = self.product(m.down)
-        return new
-
-    table: ClassVar[Mapping[type, Row]] = {
-        nn.Dropout: lambda maker, m: direct(nn.Identity)(),
-        Block: lambda maker, m: maker.block(m),
-        Stack: lambda maker, m: maker.copy(m, norm=LeftNorm(m.norm)),
-        GroupedQueryAttention: lambda maker, m: maker.attention(m),
-        LatentAttention: lambda maker, m: maker.latent(m),
-        GatedDeltaRule: lambda maker, m: maker.delta(m),
-        SparseAttention: lambda maker, m: maker.sparse(m),
-        Indexer: lambda maker, m: maker.indexer(m),
-        FeedForward: lambda maker, m: maker.feed_forward(m),
-        MixtureOfExperts: lambda maker, m: maker.experts(m),
-    }
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def decoder(model: Model, kernels: bool = True) -> Any:
-    """The model out of these parts. It shares the model's weights, but for MLA's, which are laid out anew by head."""
-    plain: Any = model
-    maker, head = Cuda(kernels, getattr(plain, plain.writer).relative), plain.head
-    weight = getattr(plain, plain.words).weight
-    parts = {"head": maker.copy_as(GraphHead, head)}
-    if plain.reads_source:
-        parts |= {"source": plain.source, "encoder": plain.encoder}
-        maker.rows["Stack", "plain: the encoder reads a source once"] += 1
-    new = maker.copy(model, **parts)
-    own = weight if head.weight is None else head.weight
-    new.head.product = vocabulary(own, head.bias, kernels)
-    new.parts = dict(maker.rows)
-    return new
 
 
 class GraphHead(LMHead):
