@@ -66,8 +66,7 @@ class Engine:
         )
         if draft is not None:
             check_draft(draft, model)
-        self.model, self.rows = model, rows
-        self.backend, self.draft = backend, draft
+        self.model, self.draft = model, draft
         self.longest = context_of(model)
         self.modules = [*model.modules(), *(draft.modules() if draft is not None else ())]
         self.specs = model.cache_specs()
@@ -86,18 +85,18 @@ class Engine:
         steps = self._reserve(rows, layout == "paged", pages, page, memory, not why)
         # A state that takes nothing back is known at the end of a text alone, not at the end of a page.
         whole = bool(taken_back(self.specs)) and not model.reads_source
-        self.prefix = prefix and whole and self.pool is not None
+        prefix = prefix and whole and self.pool is not None
         self.chunk = chunk or (512 if steps is None else 16384)
         self.scheduler = Scheduler(
             rows,
             pool=self.pool,
-            prefix=self.prefix,
+            prefix=prefix,
             patience=patience,
             longest=self.longest,
             border=border(model),
             source_pages=partial(source_pages, model, page) if self.sources else None,
         )
-        self.reading = Reading(self.prefix, self.chunk, self.scheduler.scores)
+        self.reading = Reading(prefix, self.chunk, self.scheduler.scores)
         self.graph = None if steps is None else GraphRunner(steps, rows)
         forward = Forward(
             model, self.specs, self.where, backend, self.pool, draft, self.longest or 0

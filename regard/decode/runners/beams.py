@@ -221,8 +221,9 @@ class BeamBatch(GraphBatch):
         texts, groups = Beams(*copies), [slot for slot, _, _ in self.inflight.lines]
         self.inflight = None
         for g in groups:
-            if g.state is State.FINISHED or not isinstance(g, Group):
+            if g.state is State.FINISHED:
                 continue
+            assert isinstance(g, Group)
             rows = slice(g.index, g.index + 1)
             g.found = texts.each(lambda x, rows=rows: x[rows])
             g.sequence.error = BROKEN if bool(broken[g.index]) else None
