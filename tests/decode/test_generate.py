@@ -324,7 +324,7 @@ def test_memory_is_counted_in_bytes() -> None:
 
 def test_prompts_are_served_so_many_at_a_time() -> None:
     sizes = [2] * 70
-    assert made_for("gqa_rope", sizes, None, None).rows == 64
-    assert made_for("gqa_rope", sizes, 5, None).rows == 5
-    assert made_for("gqa_rope", sizes[:3], 5, None, beams=2, eos=()).rows == 5
-    assert made_for("gqa_rope", sizes[:2], 5, None, beams=2, eos=()).rows == 4
+    assert made_for("gqa_rope", sizes, None, None).scheduler.rows == 64
+    assert made_for("gqa_rope", sizes, 5, None).scheduler.rows == 5
+    assert made_for("gqa_rope", sizes[:3], 5, None, beams=2, eos=()).scheduler.rows == 5
+    assert made_for("gqa_rope", sizes[:2], 5, None, beams=2, eos=()).scheduler.rows == 4
