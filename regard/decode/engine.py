@@ -168,6 +168,16 @@ class Engine:
     def idle(self) -> bool:
         return self.scheduler.idle
 
+    def check(self) -> None:
+        """Assert that nothing holds a page of an idle engine; what was lost is free again in any case."""
+        if self.pool is None or not self.idle:
+            return
+        try:
+            self.pool.check()
+        except AssertionError:
+            self.pool.clear()
+            raise
+
     @property
     def waiting(self) -> list[Request]:
         """Requests in the queue, in the order in which they will be served."""

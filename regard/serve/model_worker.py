@@ -400,10 +400,18 @@ class ModelWorker:
             self._tell(self.engine.step())
 
     def _next(self) -> Callable[[], None]:
-        """What comes next. Once nothing has come for a while, memory that nobody uses goes back to the system."""
+        """What comes next. Once nothing has come for a while, memory that nobody uses goes back to the system, and
+        the engine's books are checked."""
         with suppress(queue.Empty):
             return self.inbox.get(timeout=REST)
         trim()
+        try:
+            if self.engine is not None:
+                self.engine.check()
+        except AssertionError:
+            LOG.error(
+                "the pages of %s were not in order; all are free now", self.name, exc_info=True
+            )
         return self.inbox.get()
 
     def _warmed(self) -> bool:

@@ -6,7 +6,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ import pytest
 
 from regard.cli.serve import Options as Flags
 from regard.cli.serve import run
+from regard.decode.engine import Engine
 from regard.errors import UsageError
 from regard.serve import app as apps
+from regard.serve import model_worker
 from regard.serve.edge import HTTPError, Metrics, new_key
 from tests.serve.running import Client, running
 from tests.serve.test_faults import head
@@ -100,6 +102,45 @@ def test_a_failure_is_in_the_log_under_the_id_of_its_answer(
     assert len(told) == 1 and told[0].exc_info is not None
     frames = logging.Formatter().formatException(told[0].exc_info)
     assert "in planted" in frames and ("secret" in frames) == (kind != "refusal")
+
+
+def test_an_idle_server_frees_pages_that_were_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And says so in its log, once; where the books are right it says nothing."""
+    monkeypatch.setattr(model_worker, "REST", 0.02)
+
+    def errors() -> list[str]:
+        return [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+
+    with running({"demo": "demo"}) as client:
+        engine = client.app.workers["demo"].engine
+        assert engine is not None and engine.pool is not None
+        want, checked = client.post("/v1/completions", ASK)["choices"], list[bool]()
+        client.idle()
+
+        def check() -> None:
+            checked.append(True)
+            Engine.check(engine)
+
+        monkeypatch.setattr(engine, "check", check)
+        client.post("/v1/completions", ASK)
+        wait_for(lambda: bool(checked))
+        assert not errors()
+        # As a row that ended and gave nothing back would leave it.
+        engine.pool.hold(engine.pool.take())
+        assert client.post("/v1/completions", ASK)["choices"] == want
+        wait_for(lambda: bool(errors()))
+        assert errors() == ["the pages of demo were not in order; all are free now"]
+        engine.pool.check()
+        assert client.post("/v1/completions", ASK)["choices"] == want
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not happened():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org"])
