@@ -88,7 +88,7 @@ def prose(text: str | None) -> str:
 TABLES = {
     "data": "[data]", "train": "[train]", "optim": "train.optim", "schedule": "train.schedule",
     "parallel": "train.parallel", "smoothing": "[smoothing]", "noise": "[noise]", "adapt": "[adapt]",
-    "recipe": "[tokenizer]",
+    "recipe": "[tokenizer]", "scheduledsampling": "[scheduled-sampling]",
 }  # fmt: skip
 
 

@@ -58,6 +58,7 @@ class Batch:
     rejected_labels: Tensor | None = None
     pasted_labels: Tensor | None = None  # b: the class of what was pasted into each image
     pasted_area: Tensor | None = None  # b: how much of each image that is, from 0 to 1
+    own: Tensor | None = None  # b t: in place of these ids the model reads what it says itself
 
     @property
     def tokens(self) -> int:

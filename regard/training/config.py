@@ -31,6 +31,7 @@ from regard.models.adapt import LoRA, body_linears, chooses, inject, quantize
 from regard.training.losses import NONE, Smoothing
 from regard.training.measure import suited
 from regard.training.objectives import DPO, Prefer
+from regard.training.scheduled import TEACHER, Sampled, ScheduledSampling
 from regard.training.tasks import TASKS
 from regard.training.trainer import GONE, RENAMED, Train, flat
 
@@ -79,6 +80,7 @@ class Config:
     prefer: Prefer = DPO  # how answers are preferred
     noise: Noise = Noise()  # how text is damaged that is to be repaired
     adapt: Adapt = Adapt()  # which weights learn
+    scheduled_sampling: ScheduledSampling = TEACHER  # how often a decoder reads its own words
 
     def __post_init__(self) -> None:
         if ("preset" in self.model) == ("folder" in self.model):
@@ -86,6 +88,11 @@ class Config:
         task = TASKS[self.task]
         if self.smoothing != NONE and not task.smoothed:
             raise UsageError(f"label smoothing is not used by the task {self.task}; leave it out")
+        if self.scheduled_sampling != TEACHER and not task.sampled:
+            able = " and ".join(name for name, row in TASKS.items() if row.sampled)
+            raise UsageError(
+                f"[scheduled-sampling] is not used by the task {self.task}, but by {able}; leave it out"
+            )
         if self.prefer != DPO and not task.compared:
             raise UsageError(f"[prefer] is not used by the task {self.task}; leave it out")
         known = getattr(task.corruption, "__dataclass_fields__", {})
@@ -134,6 +141,8 @@ class Config:
 
     def fed(self, feed: Feed, marks: Marks | None) -> Feed:
         """The feed as the task wants it."""
+        if self.scheduled_sampling.share:
+            return Sampled(feed, self.scheduled_sampling, self.train.seed)
         corruption = TASKS[self.task].corruption
         if corruption is None:
             return feed

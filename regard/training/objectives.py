@@ -29,6 +29,7 @@ from regard.training.losses import (
     smooth,
     smoothed_loss,
 )
+from regard.training.scheduled import inputs
 
 # --- what the tokens of a batch see -------------------------------------------------------------------------------
 
@@ -100,8 +101,10 @@ def masked(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tenso
 
 
 def seq2seq(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tensor, Tensor]:
-    """- sum_t log p(label_t | source, ids_<=t): teacher forcing, for translation, T5's spans, BART, captions."""
-    hidden = model.hidden(batch.ids, source=batch.source, source_lengths=batch.source_lengths)
+    """- sum_t log p(label_t | source, ids_<=t): teacher forcing, for translation, T5's spans, BART, captions. With
+    scheduled sampling some ids are the model's own."""
+    ids = inputs(model, batch)
+    hidden = model.hidden(ids, source=batch.source, source_lengths=batch.source_lengths)
     return vocabulary_loss(model, hidden, batch.labels, smoothing)
 
 

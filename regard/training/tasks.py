@@ -26,10 +26,10 @@ class Task(NamedTuple):
     `metrics`: those of an evaluation, the best model's first; `other_metrics` suit too.
     `head`: for so many classes; None: words are predicted. `recipe`: settings of a tokenizer that is
     learned for it. `corruption`: of its text, made of the tokenizer's Marks and a config's [noise].
-    `packed`: whole documents may share a row; `smoothed`: labels may be smoothed; `compared`: its
-    objective takes [prefer], a reference model and a tally of rewards; `continued`: samples go on
-    with a text; `indexed`: it trains the indexers of sparse attention; `leaves`: freezes the rest of
-    a model, where a task trains a part of it alone."""
+    `packed`: whole documents may share a row; `smoothed`: labels may be smoothed; `sampled`: its
+    decoder may read its own words; `compared`: its objective takes [prefer], a reference model and a
+    tally of rewards; `continued`: samples go on with a text; `indexed`: it trains the indexers of
+    sparse attention; `leaves`: freezes the rest of a model, where a task trains a part of it alone."""
 
     reads: str
     objective: Callable[..., tuple[Tensor, Tensor]]
@@ -43,6 +43,7 @@ class Task(NamedTuple):
     corruption: Callable[..., Corruption] | None = None
     packed: bool = False
     smoothed: bool = True
+    sampled: bool = False
     compared: bool = False
     continued: bool = False
     indexed: bool = False
@@ -69,7 +70,7 @@ _PREFER: dict[str, Any] = {
 }
 _SPANS = {"task": "seq2seq", "more": SENTINELS}
 _BLEU: dict[str, Any] = {"metrics": ("bleu", "chrf", "loss", "perplexity")}
-_BLEU |= {"other_metrics": ("bleu_lc", "exact"), "recipe": {"task": "seq2seq"}}
+_BLEU |= {"other_metrics": ("bleu_lc", "exact"), "recipe": {"task": "seq2seq"}, "sampled": True}
 _SAID = {**_BLEU, "metrics": ("loss", "perplexity")}
 _SAID |= {"other_metrics": ("bleu", "bleu_lc", "chrf", "exact")}
 _SPAN: dict[str, Any] = {"metrics": ("exact", "f1", "loss"), "head": lambda classes: Answer()}
