@@ -1,6 +1,7 @@
 """What the source texts get wrong and a worked example does not show: `docs/errata.md` points here, row by row."""
 
 import ast
+import math
 import re
 from pathlib import Path
 
@@ -11,18 +12,21 @@ from torch import Tensor
 
 from regard.attention import GQA, MLA, Terms, attend, softmax
 from regard.attention.core import online
-from regard.attention.pooling import one_loop, two_loops
+from regard.attention.core import scores as dots
+from regard.attention.pooling import combine, one_loop, two_loops
 from regard.attention.sparse import hadamard
 from regard.block import Stack, Tower
 from regard.decode.generate import generate
 from regard.errors import UsageError
-from regard.layers import MLM, MLP, LMHead
-from regard.learn.mechanisms import dot_products, multiply_adds
+from regard.layers import MLM, MLP, LMHead, Norm
+from regard.learn.explain import find
+from regard.learn.mechanisms import dot_products, multiply_adds, weightless
 from regard.mask import Causal, Full, Span, Visible
 from regard.models import EncoderDecoderConfig, Tokens, Transformer, TransformerConfig
-from regard.models.recurrent import BahdanauStep, Seq2SeqConfig
+from regard.models.recurrent import BahdanauStep, MemoryAttention, Seq2SeqConfig
 from regard.models.transformer import TokenEmbedding
 from regard.position import Rope, Sinusoidal, rotate, sinusoid
+from regard.presets import build
 from regard.training.losses import causal_lm_loss, teacher_forcing
 from tests.laws.mechanisms import DIM, VOCAB, context, decoder, ids, layer, stir
 from tests.worked.examples import Watch, run
@@ -68,6 +72,28 @@ def test_output_row_is_its_weights_times_the_values() -> None:
     attention.wo.weight.data.copy_(torch.eye(DIM))
     out = run(attention, x[0], probe=watch)
     close(out[1], sum(watch.weights[0, 1, j] * watch.v[0, j] for j in range(4)))
+
+
+def test_printed_weights_of_the_second_token_give_another_output() -> None:
+    values = torch.tensor([[0.43, 0.41, 0.50, 0.35], [0.73, 0.85, 0.64, 0.58]]).double()
+    out = combine(values, torch.tensor([0.67, 0.33], dtype=torch.float64).log())
+    close(out, torch.tensor([0.5290, 0.5552, 0.5462, 0.4259]).double(), atol=1e-6, rtol=0)
+    assert (out - torch.tensor([0.56, 0.56, 0.53, 0.47])).abs().max() > 0.03
+
+
+def test_attention_without_its_softmax_is_cubic() -> None:
+    def parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ctx = context(5, Full())
+        kept = attention.entries(x, ctx)
+        heads = attention.queries(x, ctx), kept["k"], kept["v"]
+        q, k, v = (each.transpose(1, 2) for each in heads)
+        return q, k, v
+
+    attention, x = layer(GQA(heads=3)), words(1, 5)
+    (q, k, v), (q2, k2, v2) = parts(x), parts(2 * x)
+    close(dots(q2, k2, Terms(1.0)) @ v2, 8 * (dots(q, k, Terms(1.0)) @ v))
+    weighed = attend(*(each.transpose(1, 2) for each in (q, k, 2 * v)))
+    close(weighed, 2 * attend(*(each.transpose(1, 2) for each in (q, k, v))))  # linear in v alone
 
 
 # --- projections and heads ----------------------------------------------------------------------------------------
@@ -123,6 +149,38 @@ def test_rotation_keeps_dot_products_and_a_projection_does_not() -> None:
     assert q @ k == 1 and q[0] * k[0] == 3  # projected to the first axis
 
 
+def test_batch_is_no_axis_of_the_product() -> None:
+    """As many rows as tokens and features: transposed whole, a batch would fit too."""
+    q, k, v = torch.randn(3, 4, 4, 1, 4).double()
+    out = attend(q, k, v)
+    for i in range(4):
+        close(out[i], attend(q[i : i + 1], k[i : i + 1], v[i : i + 1])[0])
+
+
+def test_self_attention_has_three_projections() -> None:
+    own, same = layer(GQA(heads=1)), layer(GQA(heads=1))
+    same.wk.weight.data.copy_(same.wq.weight)
+    symmetric = []
+    for attention in (own, same):
+        run(attention, words(1, 5)[0], Full(), probe=(watch := Watch()))
+        symmetric.append(torch.allclose(watch.scaled, watch.scaled.mT))
+    assert symmetric == [False, True]  # one matrix for both: a score cannot have a direction
+
+
+def test_keys_and_values_are_made_from_one_memory() -> None:
+    attention, memory = layer(GQA(heads=3)), words(1, 6)
+    kept = attention.entries(
+        words(1, 4), context(4, Full(), memory=memory, memory_pos=Span.run(0, 6))
+    )
+    for name, weight in (("k", attention.wk.weight), ("v", attention.wv.weight)):
+        close(kept[name].flatten(2), memory @ weight.T)
+    topic = find("worked-cross")
+    one, two = topic.tables({"v": "0.3 0.8 0.5; 0.1 0.2 0.4"}), topic.tables({})
+    head = torch.tensor([row[1:] for row in one[6].rows]).double()
+    close(head, torch.tensor([[0.4896, 0.4509], [0.5073, 0.4640]]).double(), atol=5e-5, rtol=0)
+    assert one[5].rows == two[5].rows and one[6].rows != two[6].rows
+
+
 # --- who sees whom ------------------------------------------------------------------------------------------------
 
 
@@ -148,6 +206,14 @@ def test_prefill_equals_single_steps(name: str) -> None:
     cache = model.cache(1)
     close(model(x, cache=cache), torch.cat(steps, 1))
     close(model(x), torch.cat(steps, 1))
+
+
+def test_one_attention_is_masked_or_not_by_an_argument() -> None:
+    attention, x, other = layer(GQA(heads=3)), words(1, 5)[0], words(1, 5)[0]
+    other[:4] = x[:4]
+    for mask, moves in ((Causal(), False), (Full(), True)):
+        before, after = run(attention, x, mask), run(attention, other, mask)
+        assert torch.allclose(before[:4], after[:4]) != moves
 
 
 def test_causal_layer_stores_no_mask() -> None:
@@ -264,6 +330,35 @@ def test_rope_score_does_not_fall_steadily_with_distance() -> None:
     assert mean[1] > mean[0] and mean[3] > mean[2]
 
 
+def test_cosines_differ_by_a_product_of_sines() -> None:
+    p, q, w = 3, 5, 10000 ** (-2 / 6)
+    sine, cosine = (sinusoid(torch.tensor([p, q]), 6).diff(dim=0)[0, 2:4]).tolist()
+    half, mean = (q - p) * w / 2, (p + q) * w / 2
+    assert (
+        sine
+        == pytest.approx(2 * math.cos(mean) * math.sin(half))
+        == pytest.approx(0.0912, abs=5e-5)
+    )
+    assert cosine == pytest.approx(-2 * math.sin(mean) * math.sin(half))
+    assert cosine == pytest.approx(-0.0171, abs=5e-5)
+
+
+def test_sinusoids_have_no_last_position() -> None:
+    vectors = Sinusoidal(5000).make(8)(torch.tensor([[4999, 5000, 10**6]]))
+    close(vectors[0], sinusoid(torch.tensor([4999, 5000, 10**6]), 8))
+    assert (vectors[0].diff(dim=0).abs().amax(-1) > 0.1).all()
+
+
+def test_each_pair_turns_by_its_own_angle() -> None:
+    x, rope = torch.tensor([1.0, 2, 3, 4]).double(), Rope(layout="interleaved")
+    cos, sin = (each[0, 0, 0] for each in rope.angles(torch.tensor([[3]]), 4, torch.float64))
+    turned = rotate(x, cos, sin, rope.layout)
+    right = torch.tensor([-1.27223, -1.83886, 2.87867, 4.08819]).double()
+    close(turned, right, atol=5e-6, rtol=0)
+    alike = rotate(x, cos[1:].repeat(2), sin[1:].repeat(2), rope.layout)  # 3 / theta^2 for each
+    close(alike[:2], torch.tensor([0.93956, 2.02910]).double(), atol=5e-6, rtol=0)
+
+
 # --- latent attention, layers and costs ---------------------------------------------------------------------------
 
 
@@ -275,6 +370,46 @@ def test_mla_widths_are_those_of_the_checkpoint() -> None:
     assert mla.w_dq.weight.shape == (1536, 7168)  # queries have a rank of their own
     assert mla.wo.weight.shape == (7168, 128 * 128)
     assert mla.cache_spec().token == {"latent": (512,), "k_rope": (64,)}
+
+
+def test_merging_values_and_output_costs_four_times_as_much() -> None:
+    mla = weightless(MLA(128, 576, 128), 7168)
+    w_uv = mla.w_ukv.weight.view(mla.h, mla.d + mla.e, mla.c)[0, mla.d :]
+    w_o = mla.wo.weight.view(7168, mla.h, mla.e)[:, 0]
+    apart, merged = w_uv.numel() + w_o.numel(), (w_o @ w_uv).numel()
+    assert (apart, merged) == (991_232, 4_128_768)
+
+
+def test_rotary_queries_come_from_the_query_latent() -> None:
+    attention = layer(MLA(3, latent=10, head_dim=6, rope_dim=4, query_latent=7, rope=Rope()))
+    x, ctx = words(1, 4), context(4)
+    latent = attention.query_input(x)
+    rotary = F.linear(latent, attention.w_uq.weight).unflatten(-1, (3, 10))[..., 6:]
+    close(attention.queries(latent, ctx)[..., 6:], ctx.rotate(rotary, attention.config.rope))
+    assert attention.w_uq.in_features == 7  # no way from x past the latent
+
+
+def test_encoder_of_images_has_its_norms_before() -> None:
+    image = build("vit-small", device="meta", layers=1).tower
+    text = build("vaswani-base", device="meta", layers=1).encoder
+    assert (image.blocks[0].order, text.blocks[0].order) == ("pre", "post")
+    assert image.norm is not None and text.norm is None
+
+
+def test_layer_norm_adds_no_noise() -> None:
+    norm, x, y = Norm().make(DIM).double(), words(1, 4), words(1, 4)
+    batch = torch.nn.BatchNorm1d(DIM).double()
+    alone, among = norm(x), norm(torch.cat([x, y], 1))[:, :4]
+    close(norm.train()(x), norm.eval()(x))
+    close(alone, among)
+    assert not torch.allclose(batch(x[0]), batch(torch.cat([x[0], y[0]]))[:4])
+
+
+def test_language_model_needs_seven_settings() -> None:
+    given = {"vocab": 11, "dim": 12, "max_len": 9, "layers": 2, "heads": 3, "ffn_dim": 16}
+    model = build("gpt2", **given, dropout=0.1).train()
+    assert model(ids(1, 9) % 11).shape == (1, 9, 11)
+    assert len(model.tower.blocks) == 2 and model.tower.blocks[0].ffn.up.out_features == 16
 
 
 def test_layers_have_weights_of_their_own() -> None:
@@ -309,6 +444,15 @@ def test_bahdanau_asks_with_the_previous_state() -> None:
     (after,) = step(y, (before,), kept)
     (again,) = step.rnn.plain(torch.cat([y, context_vector], -1)[:, None], (before,))[1]
     close(after, again)
+
+
+def test_alignment_is_computed_and_its_score_is_trained() -> None:
+    attention = MemoryAttention("additive", 4, 5).double()
+    assert {size for p in attention.parameters() for size in p.shape} <= {1, 4, 5}
+    for length in (3, 8):
+        memory = torch.randn(1, length, 5).double()
+        kept = {"h": memory, "k": attention.score.key(memory)}
+        assert attention(torch.randn(1, 2, 4).double(), kept).shape == (1, 2, 5)
 
 
 def test_recurrent_decoder_gives_logits() -> None:
