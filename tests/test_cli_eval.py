@@ -21,6 +21,7 @@ from regard.evaluation.run import Shots, task_of
 from regard.files import resolve_model
 from regard.layers import Answer, Classify, Tag
 from regard.text import Tokenizer, needed
+from regard.training.measure import text_scores
 from tests.test_cli import HOME, call, folder, put
 from tests.text import tiny
 
@@ -110,6 +111,16 @@ def test_translations_are_compared_with_the_file_itself(tmp_path: Path) -> None:
     want = sacrebleu.corpus_bleu(mine, [said]).score
     assert found["metrics"]["bleu"] == pytest.approx(want)
     assert found["signatures"]["bleu"].startswith("nrefs:1|case:mixed")
+
+
+def test_rouge_is_four_figures_with_their_signature(tmp_path: Path) -> None:
+    said = regard.translate(regard.load(folder("t5")), LINES, beams=1)
+    path = tsv(tmp_path / "pairs.tsv", [("source", "target"), *zip(LINES, said)])
+    found = figures(folder("t5"), "--data", path, "--beams", 1, "--metric", "rouge")
+    names = ["rouge1", "rouge2", "rougeL", "rougeLsum"]
+    assert list(found["metrics"]) == list(found["signatures"]) == names
+    values, _ = text_scores(names, said, said)
+    assert found["metrics"] == pytest.approx(values) and values["rouge1"] > 0
 
 
 def test_table_has_metrics_values_and_signatures(tmp_path: Path) -> None:

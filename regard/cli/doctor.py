@@ -30,6 +30,7 @@ EXTRAS = {
     "serve": ("uvicorn", "msgspec", "llguidance"),
     "ray": ("uvicorn", "msgspec", "llguidance", "ray"),
     "plots": ("matplotlib",),
+    "rouge": ("rouge_score",),
     "hub": ("datasets",),
     "kernels": ("triton",),
     "gguf": ("gguf",),

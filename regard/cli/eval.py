@@ -38,8 +38,8 @@ class Options:
     model: cli.Folder
     data: cli.Files  # text, tsv, csv, jsonl, also gz and xz; an image folder or npz
     target: cli.Files = ()  # the other side of parallel files; classes of npy and idx files
-    # loss, perplexity, bleu, bleu_lc, chrf, exact, accuracy, f1; default: those of the task; sts of vectors, with
-    # columns text, second and label
+    # loss, perplexity, bleu, bleu_lc, chrf, rouge (or rouge1, rouge2, rougeL, rougeLsum), exact, accuracy, f1;
+    # default: those of the task; sts of vectors, with columns text, second and label
     metric: Annotated[Many[tuple[str, ...]], arg(metavar="NAME")] = ()
     # exit 5 if the first metric is worse than this
     min: Annotated[float | None, arg(metavar="VALUE")] = None

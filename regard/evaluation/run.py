@@ -89,8 +89,8 @@ def evaluate(
     """Measure a model, or one from its folder or its run's, on files; `target` has the other side
     of parallel ones.
 
-    `metrics`: loss, perplexity, bleu, bleu_lc, chrf, exact, accuracy, f1; by default those of the
-    model's task. `beams` are those of translation. `length`: tokens of a row, by default as in
+    `metrics`: loss, perplexity, bleu, bleu_lc, chrf, rouge (or rouge1, rouge2, rougeL, rougeLsum), exact, accuracy, f1;
+    by default those of the model's task. `beams` are those of translation. `length`: tokens of a row, by default as in
     training. Examples that are longer are an error, unless `overlong` is "truncate". `device` is
     auto, cpu, cuda or cuda:N; `dtype` auto, fp32 or bf16; `quantize`: hold weights in "int8" or
     "int4". `reading`: format, unit, marker, columns, header, size, as in [data].
@@ -105,8 +105,7 @@ def evaluate(
     files, others, examples = ((x,) if isinstance(x, str) else tuple(x) for x in given)
     if not files:
         raise UsageError("name the data to measure on (--data FILE)")
-    for name in metrics:
-        measuring.known(name)
+    metrics = measuring.listed(metrics)
     if beams < 1:
         raise UsageError(f"beams is {beams}; give a number from 1")
     if "sts" in metrics:

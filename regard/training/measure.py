@@ -1,18 +1,20 @@
 """How good a model is on data: the loss, and what its answers are worth. Joins training's feeds and objectives, the
 decoder and the tokenizer; the training loop and `regard eval` use it.
 
-Of the metrics, which need answers and references alone, shares (accuracy, exact, f1) go from 0 to 1, bleu and chrf
-from 0 to 100.
+Of the metrics, which need answers and references alone, shares (accuracy, exact, f1) go from 0 to 1, bleu, chrf and
+those of ROUGE from 0 to 100.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ from regard.models import Model
 from regard.models.embedding import Tokens, context
 from regard.text import Tokenizer, needed
 from regard.training.objectives import REWARDS, Tally, label_logits, padding
-from regard.training.tasks import TASKS, Task
+from regard.training.tasks import ROUGE, TASKS, Task
 
 # Kinds of data whose answers are labels, and whose answers are texts.
 LABELLED, WRITING = ("classify", "image", "tag", "answer"), ("seq2seq", "caption")
@@ -39,7 +41,7 @@ Sample = dict[str, str]
 Span = tuple[int, int]  # first and last token
 # Metrics, and whether more of it is better. f1 is macro_f1, span_f1 or overlap_f1.
 METRICS = {"loss": False, "perplexity": False} | dict.fromkeys(
-    ("bleu", "bleu_lc", "chrf", "exact", "accuracy", "f1", "sts", *REWARDS), True
+    ("bleu", "bleu_lc", "chrf", *ROUGE, "exact", "accuracy", "f1", "sts", *REWARDS), True
 )
 METRICS["reward_rejected"] = False
 TEXTUAL = ("bleu", "bleu_lc", "chrf")  # those of sacreBLEU; bleu_lc takes A and a for the same
@@ -336,9 +338,15 @@ def known(name: str) -> str:
     return name
 
 
+def listed(names: Iterable[str]) -> tuple[str, ...]:
+    """The metrics, each once; rouge means all of ROUGE."""
+    each = (ROUGE if name == "rouge" else (known(name),) for name in names)
+    return tuple(dict.fromkeys(chain.from_iterable(each)))
+
+
 def suited(names: Iterable[str], task: str) -> tuple[str, ...]:
     """The metrics, each once; an error where one is unknown, does not suit the task, or lacks its package."""
-    chosen = tuple(dict.fromkeys(map(known, names)))
+    chosen = listed(names)
     row = TASKS[task]
     for name in chosen:
         if name not in row.metrics + row.other_metrics:
@@ -346,18 +354,23 @@ def suited(names: Iterable[str], task: str) -> tuple[str, ...]:
             raise UsageError(f"{name} does not suit the task {task}; choose {', '.join(fit)}")
     if any(name in TEXTUAL for name in chosen):
         _sacrebleu()
+    if any(name in ROUGE for name in chosen):
+        _rouge()
     return chosen
 
 
 def text_scores(
     names: Iterable[str], texts: Sequence[str], references: Sequence[str]
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Values by name of bleu, bleu_lc, chrf and exact, and sacreBLEU's signatures of those that have one."""
+    """Values by name of bleu, bleu_lc, chrf, exact and those of ROUGE, and signatures of those that have one."""
     values: dict[str, float] = {}
     signatures: dict[str, str] = {}
     for name in names:
         if name == "exact":
             values[name] = share(texts, references)
+            continue
+        if name in ROUGE:
+            values[name], signatures[name] = rouge(name, texts, references)
             continue
         peer = _sacrebleu()
         # `force` keeps it from guessing, on stderr, that the text should not have been cut into words
@@ -368,8 +381,22 @@ def text_scores(
     return values, signatures
 
 
+def rouge(name: str, texts: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
+    """The mean over texts of F1, times 100: of words (rouge1), of pairs (rouge2), of the longest common subsequence in
+    the whole text (rougeL) or line by line (rougeLsum). Words are stems of a to z and 0 to 9, as summaries are usually
+    published."""
+    scorer = _rouge().RougeScorer([name], use_stemmer=True)
+    scores = [scorer.score(*pair)[name].fmeasure for pair in zip(references, texts, strict=True)]
+    version = importlib.metadata.version("rouge-score")
+    return 100 * fmean(scores), f"f1|mean|stems|rouge-score:{version}"
+
+
 def _sacrebleu() -> Any:
     return package("sacrebleu.metrics", "BLEU and chrF", "sacrebleu")
+
+
+def _rouge() -> Any:
+    return package("rouge_score.rouge_scorer", "ROUGE", "rouge-score")
 
 
 def perplexity(loss: float) -> float:

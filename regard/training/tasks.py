@@ -69,10 +69,12 @@ _PREFER: dict[str, Any] = {
     "smoothed": False,
 }
 _SPANS = {"task": "seq2seq", "more": SENTINELS}
+ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 _BLEU: dict[str, Any] = {"metrics": ("bleu", "chrf", "loss", "perplexity")}
-_BLEU |= {"other_metrics": ("bleu_lc", "exact"), "recipe": {"task": "seq2seq"}, "sampled": True}
+_BLEU |= {"other_metrics": ("bleu_lc", *ROUGE, "exact"), "recipe": {"task": "seq2seq"}}
+_BLEU["sampled"] = True
 _SAID = {**_BLEU, "metrics": ("loss", "perplexity")}
-_SAID |= {"other_metrics": ("bleu", "bleu_lc", "chrf", "exact")}
+_SAID |= {"other_metrics": ("bleu", "bleu_lc", "chrf", *ROUGE, "exact")}
 _SPAN: dict[str, Any] = {"metrics": ("exact", "f1", "loss"), "head": lambda classes: Answer()}
 _INDEX: dict[str, Any] = {**_LM, "metrics": ("loss",), "indexed": True}
 _WARM_UP: dict[str, Any] = {"smoothed": False, "leaves": index_losses.indexers}

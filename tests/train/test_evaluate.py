@@ -1,11 +1,13 @@
 """Metrics against values worked out by hand, and against sacreBLEU itself."""
 
 import math
+import re
+import sys
 
 import pytest
 import sacrebleu
 
-from regard.errors import UsageError
+from regard.errors import Fault, UsageError
 from regard.training import measure as evaluate
 from regard.training.measure import METRICS, better, suited
 from regard.training.tasks import TASKS
@@ -34,6 +36,44 @@ def test_bleu_of_equal_texts_is_100_and_of_unlike_ones_0() -> None:
 def test_exact_counts_equal_texts() -> None:
     values, signatures = evaluate.text_scores(["exact"], ["a", "b", "C"], ["a", "x", "c"])
     assert values["exact"] == pytest.approx(1 / 3) and signatures == {}
+
+
+ROUGES = {
+    # texts, references -> rouge1, rouge2, rougeL, rougeLsum by hand, in percent
+    "one word of six differs": (["the cat sat on the mat"], ["the cat sat on a mat"],
+                                [500 / 6, 60, 500 / 6, 500 / 6]),
+    "the order counts but for words": (["b a"], ["a b"], [100, 0, 50, 50]),
+    "precision 2/2, recall 2/4": (["big dogs"], ["A big dog ran."], [200 / 3, 50, 200 / 3, 200 / 3]),
+    "lines in another order": (["c d\na b"], ["a b\nc d"], [100, 200 / 3, 50, 100]),
+    "a mean over texts": (["x", "y"], ["x", "z"], [50, 0, 50, 50]),
+    "nothing said": ([""], ["a"], [0, 0, 0, 0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ROUGES)
+def test_rouge_is_that_of_its_library_and_of_hand(case: str) -> None:
+    texts, references, wanted = ROUGES[case]
+    library = pytest.importorskip("rouge_score.rouge_scorer")
+    names = evaluate.listed(["rouge"])
+    assert names == ("rouge1", "rouge2", "rougeL", "rougeLsum")
+    values, signatures = evaluate.text_scores(names, texts, references)
+    assert [values[name] for name in names] == pytest.approx(wanted)
+    scores = [
+        library.RougeScorer(names, use_stemmer=True).score(*pair) for pair in zip(references, texts)
+    ]
+    for name in names:
+        mean = sum(each[name].fmeasure for each in scores) / len(texts)
+        assert values[name] == pytest.approx(100 * mean)
+        assert re.fullmatch(r"f1\|mean\|stems\|rouge-score:[\d.]+", signatures[name])
+
+
+def test_rouge_without_its_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rouge_score", None)
+    monkeypatch.delitem(sys.modules, "rouge_score.rouge_scorer", raising=False)
+    with pytest.raises(Fault, match="ROUGE needs the package rouge-score; pip install rouge-score"):
+        suited(["rouge"], "seq2seq")
+    with pytest.raises(UsageError, match="rouge1 does not suit the task lm"):
+        suited(["rouge"], "lm")
 
 
 def test_perplexity_is_exp_of_the_loss() -> None:
