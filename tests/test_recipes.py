@@ -102,6 +102,32 @@ def test_dates_are_the_same_for_a_seed(some_dates: Path, tmp_path: Path) -> None
     assert first != other
 
 
+def test_links_of_a_date_are_those_of_its_fields() -> None:
+    required("dates")
+    found = dates.Dates()
+    found.forms(["en", "de"])
+    # March 5, 2051
+    sure, possible = found.links(dates.Form("en", "long", "latn"), date(2051, 3, 5))
+    assert sure == {(9, 0), (10, 1), (11, 2), (12, 3), (6, 9)}
+    named = {(i, t) for i in range(5) for t in (5, 6)}
+    assert possible == sure | named | {(6, 8)}
+    # 25.11.2051
+    sure, possible = found.links(dates.Form("de", "medium", "latn"), date(2051, 11, 25))
+    assert sure == {(0, 8), (1, 9), (3, 5), (4, 6), (6, 0), (7, 1), (8, 2), (9, 3)} == possible
+
+
+@pytest.mark.parametrize("day", [date(1908, 9, 7), date(2051, 12, 30)])
+def test_links_of_every_form_join_equal_digits(day: date) -> None:
+    required("dates")
+    found, target = dates.Dates(), day.isoformat()
+    for form in found.forms(dates.LOCALES):
+        text = found.text(form, day)
+        sure, possible = found.links(form, day)
+        assert sure <= possible and {t for _, t in possible} == {0, 1, 2, 3, 5, 6, 8, 9}, form
+        assert all(dates.latin(text[s]) == target[t] for s, t in sure), form
+        assert {t for _, t in sure} >= {0, 1, 2, 3, 9}, form
+
+
 def test_forms_that_could_mean_two_dates_are_found() -> None:
     required("dates")
     found = dates.Dates()

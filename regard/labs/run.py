@@ -30,11 +30,15 @@ from regard.data.config import Data
 from regard.data.read import records
 from regard.errors import DATA, ENVIRONMENT, VERSION, Fault, UsageError, blaming
 from regard.files import write_whole
-from regard.labs.measure import MEASURES, Case, changed
+from regard.labs import measure
+from regard.labs.alignment import alignment
+from regard.labs.measure import Case, changed
+from regard.labs.parallel import parallel
+from regard.labs.pretraining import pretraining, verses
 from regard.machine import duration, pick_device
 from regard.recipes import MAKERS as RECIPES
 from regard.recipes.corpora import write
-from regard.report.page import Block, Figure, Series, as_html, bars, lines
+from regard.report.page import Block, Figure, Series, as_html, bars, heat, lines
 from regard.see.format import number, short, span
 from regard.training.build import fresh, read_data
 from regard.training.config import configure, toml
@@ -47,7 +51,12 @@ from regard.training.trainer import Callback
 Tables = dict[str, Any]
 Rows = dict[str, dict[str, list[float]]]  # row -> column -> one value per seed
 HELD = 0.1  # of a user's text, its end, to measure on
-NAMES = ("bottleneck", "ablations", "extrapolation", "mechanisms", "indexer")
+NAMES = (
+    *("bottleneck", "ablations", "extrapolation", "mechanisms", "indexer"),
+    *("alignment", "pretraining", "parallel"),
+)
+LARGER = (alignment, pretraining, parallel)
+MEASURES = {**measure.MEASURES, **{f.__name__: f for f in LARGER}}
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,7 @@ def lab(
     device: str = "auto",
     callbacks: Sequence[Callback] = (),
 ) -> LabResult:
-    """Run an experiment as `regard lab` does: bottleneck, ablations, extrapolation, mechanisms or indexer.
+    """Run an experiment as `regard lab` does, which lists them all.
 
     `folder`: where runs, page.html and results.json lie, by default runs/lab-NAME; there it goes on, and what is done
     is not done again. `data`: your own text instead of the lab's. `variants`: some of them alone. `quick`: a tiny form
@@ -291,7 +300,7 @@ def sources(folder: Path, most: int) -> None:
     write(folder, {"valid.jsonl": [*texts.values()][::100], "train.jsonl": learned})
 
 
-MAKERS: dict[str, Any] = {**RECIPES, "letters": letters, "sources": sources}
+MAKERS: dict[str, Any] = {**RECIPES, "letters": letters, "sources": sources, "verses": verses}
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -311,7 +320,8 @@ def blocks(results: Tables) -> list[Block]:
         table = [[row, *(cell(values.get(x, [])) for x in xs)] for row, values in rows.items()]
         page += [Block("heading", name), Block("text", about["text"])]
         page.append(Block("figures", figures=[drawn(name, rows, about)]))
-        page.append(Block("table", head=(about.get("x", ""), *xs), rows=table))
+        if "map" not in about:
+            page.append(Block("table", head=(about.get("x", ""), *xs), rows=table))
     runs = []
     for variant, cases in results["runs"].items():
         first, took = next(iter(cases.values())), mean(case["seconds"] for case in cases.values())
@@ -335,7 +345,13 @@ def blocks(results: Tables) -> list[Block]:
 
 
 def drawn(name: str, rows: Rows, about: dict[str, Any]) -> Figure:
-    """Curves over the columns where these are numbers, or bars of the first column."""
+    """Curves over the columns where these are numbers, a map, or bars of the first column."""
+    if "map" in about:
+        # Their names are numbered, since characters repeat.
+        names = rows, next(iter(rows.values()))
+        down, across = ([name.partition(" ")[2] for name in side] for side in names)
+        cells = [[mean(values) for values in row.values()] for row in rows.values()]
+        return Figure(heat(cells, name, rows=down, across=across), about["y"])
     if "x" not in about:
         values = [(row, mean(next(iter(cells.values())))) for row, cells in rows.items()]
         return Figure(bars(values, name), about["y"])

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import datetime
 import random
+import re
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from regard.data.read import needed
 from regard.recipes.corpora import write
@@ -34,6 +35,8 @@ DIGITS = {  # CLDR's name of a numbering system -> its zero
 FIRST, LAST = datetime.date(1900, 1, 1), datetime.date(2100, 12, 31)
 YEAR = 2024  # a leap year, on all of whose days the forms are compared
 HEADER = "source\ttarget\tlocale\tform\n"
+PLACES = {"y": range(4), "M": range(5, 7), "d": range(8, 10)}  # of a field's digits in the ISO date
+Links = set[tuple[int, int]]  # characters of the source and of the target, both counted from 0
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,17 @@ class Form:
         return self.style if self.digits == "latn" else f"{self.style}-{self.digits}"
 
 
-def make(folder: Path, seed: int = 0, train: int = 120_000, test: int = 2_000) -> str:
+def make(
+    folder: Path,
+    seed: int = 0,
+    train: int = 120_000,
+    test: int = 2_000,
+    locales: Sequence[str] = LOCALES,
+) -> str:
     """Write train.tsv, valid.tsv (unseen dates) and unseen.tsv (unseen dates in unseen languages); what was made."""
     dates = Dates()
-    unseen = [locale for locales in UNSEEN for locale in locales.split()]
-    known, held = dates.forms(LOCALES), dates.forms(unseen)
+    unseen = [locale for script in UNSEEN for locale in script.split()]
+    known, held = dates.forms(locales), dates.forms(unseen)
     every = len(known) + len(held)
     doubtful = dates.doubtful([*known, *held])
     known, held = ([f for f in forms if f not in doubtful] for forms in (known, held))
@@ -67,7 +76,7 @@ def make(folder: Path, seed: int = 0, train: int = 120_000, test: int = 2_000) -
     for name, given in files.items():
         write(folder, {f"{name}.tsv": [HEADER, *(dates.line(*x) for x in draw(rng, *given))]})
     return (
-        f"{train:,} dates in {len(LOCALES)} languages to learn from; {test:,} other dates; {test:,} in {len(unseen)} "
+        f"{train:,} dates in {len(locales)} languages to learn from; {test:,} other dates; {test:,} in {len(unseen)} "
         f"languages that are never seen; {len(doubtful)} of {every} forms left out, which could mean two dates"
     )
 
@@ -91,10 +100,10 @@ class Dates:
 
     def __init__(self) -> None:
         self.babel = needed("babel", "the recipe's data (dates in many languages)", "Babel")
-        self.pattern = needed("babel.dates", "dates", "Babel").get_date_format
-        self.write: dict[Form, Callable[[datetime.date], str]] = {}
+        self.dates = needed("babel.dates", "dates", "Babel")
+        self.patterns: dict[Form, tuple[Any, Any]] = {}
 
-    def forms(self, locales: list[str]) -> list[Form]:
+    def forms(self, locales: Sequence[str]) -> list[Form]:
         """Three styles of each language, with Latin digits and with its own."""
         forms = []
         for name in locales:
@@ -102,15 +111,37 @@ class Dates:
             native = {locale.default_numbering_system, locale.other_numbering_systems.get("native")}
             digits = ["latn", *sorted(native & DIGITS.keys() - {"latn"})]
             for form in (Form(name, style, kind) for style in STYLES for kind in digits):
-                self.write[form] = partial(self.pattern(form.style, locale).apply, locale=locale)
+                self.patterns[form] = self.dates.get_date_format(form.style, locale), locale
                 forms.append(form)
         return forms
 
     def text(self, form: Form, day: datetime.date) -> str:
-        text, zero = self.write[form](day), ord(DIGITS[form.digits])
+        pattern, locale = self.patterns[form]
+        return self.written(form, pattern.apply(day, locale))
+
+    def written(self, form: Form, text: str) -> str:
+        zero = ord(DIGITS[form.digits])
         if form.digits != "latn":
             text = text.translate({48 + n: zero + n for n in range(10)})
         return unicodedata.normalize("NFC", text)
+
+    def links(self, form: Form, day: datetime.date) -> tuple[Links, Links]:
+        """Which characters of the text belong to which of the ISO date: the sure links, of a digit to itself; and the
+        possible ones, which are these too. Where no digit of the text is sure, every character of its field is
+        possible: all of "March" for both digits of 03, the 5 for the first of 05."""
+        pattern, locale = self.patterns[form]
+        fields = self.dates.DateTimeFormat(day, locale)
+        at, sure, possible = 0, Links(), Links()
+        for i, piece in enumerate(re.split(r"%\((\w+)\)s", pattern.format)):
+            text = self.written(form, fields[piece] if i % 2 else piece.replace("%%", "%"))
+            targets = PLACES.get(piece[:1], range(0)) if i % 2 else range(0)
+            digits = [at + j for j, c in enumerate(text) if c.isdecimal()]
+            pairs = set(zip(reversed(digits), reversed(targets)))
+            left = set(targets) - {t for _, t in pairs}
+            sure |= pairs
+            possible |= pairs | {(at + j, t) for j in range(len(text)) for t in left}
+            at += len(text)
+        return sure, possible
 
     def line(self, form: Form, day: datetime.date) -> str:
         return f"{self.text(form, day)}\t{day.isoformat()}\t{form.locale}\t{form.name}\n"
