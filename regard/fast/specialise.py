@@ -20,6 +20,9 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
+from regard.attention.sparse import WideLinear
+from regard.layers import Add, RMSNorm
+
 P = TypeVar("P", bound=nn.Module)
 # A row of a table gives the fast part, or why there is none.
 Row = Callable[[Any, Any], nn.Module | str]
@@ -68,6 +71,17 @@ def row_of(table: Mapping[type, T], kind: type) -> T | None:
     return table[kind]
 
 
+# What fast parts know the formula of, in a plain part that holds them.
+HELD = (nn.Linear, WideLinear, nn.LayerNorm, RMSNorm, nn.Dropout, Add)
+
+
+def unlike(part: nn.Module, *kinds: type[nn.Module]) -> str:
+    """Why no fast part can stand for this one, whose class has one, or nothing: it holds something of a class that is
+    neither in HELD nor among `kinds`, which may do something else with its weights."""
+    others = [each for each in part.children() if type(each) not in (*HELD, *kinds)]
+    return f"it has a {type(others[0]).__name__}" if others else ""
+
+
 class Specialise:
     """Makes the parts of a model anew, each by its row in the table; what has no row is copied, its weights shared."""
 
@@ -87,6 +101,8 @@ class Specialise:
         return self.made[id(module)]
 
     def new(self, module: nn.Module) -> nn.Module:
+        """The fast part of its row, or a copy, whether or not one was made before (`make` remembers). What became of it
+        is noted in `rows`."""
         row = self.row(type(module))
         if row is None:
             return self.copy(module)
@@ -111,6 +127,7 @@ class Specialise:
         return share(self.kind(kind), module, **children, **parts)
 
     def kind(self, kind: type[P]) -> type[P]:
+        """The class that a part of this class is made as."""
         return kind
 
 

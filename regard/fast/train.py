@@ -16,7 +16,7 @@ from regard.attention import Context
 from regard.attention.multihead import GroupedQueryAttention
 from regard.block import Block, Stack
 from regard.errors import UsageError, nearest
-from regard.fast.specialise import replace, share
+from regard.fast.specialise import replace, share, unlike
 from regard.kernels.c import native
 from regard.kernels.c.train import bias_gelu, gelu_tanh, parted, takes_bias
 from regard.layers import FeedForward
@@ -129,11 +129,11 @@ class Biased(FeedForward):
 
 def _joined(part: GroupedQueryAttention, block: nn.Module) -> nn.Module | None:
     own = isinstance(block, Block) and block.attention is part
-    return share(Joined, part) if own and type(part.wq) is type(part.wv) is nn.Linear else None
+    return share(Joined, part) if own and not unlike(part) else None
 
 
 def _biased(ffn: FeedForward, _: nn.Module) -> nn.Module | None:
-    plain = type(ffn.up) is nn.Linear and ffn.up.bias is not None and ffn.gate is None
+    plain = not unlike(ffn) and ffn.up.bias is not None and ffn.gate is None
     return share(Biased, ffn) if plain and ffn.act is gelu_tanh else None
 
 

@@ -14,7 +14,7 @@ from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.protocol import Context
 from regard.block import Block
-from regard.fast.specialise import P, Row, Specialise, direct
+from regard.fast.specialise import P, Row, Specialise, direct, unlike
 from regard.kernels.linear import feedback, pack, possible
 from regard.layers import FeedForward, LMHead, times
 from regard.machine import trim
@@ -22,6 +22,8 @@ from regard.mask import Span
 from regard.models.adapt import Int4Linear, LowRank
 from regard.moe import MixtureOfExperts
 
+# Linear layers that have the weight a product needs.
+ADAPTED = (LowRank, Int4Linear)
 TOKENS = 16  # of a product head by head
 
 
@@ -36,6 +38,11 @@ class Join(Specialise):
         super().__init__()
         self.precision, self.dtype, self.spent, self.inputs = precision, dtype, spent, inputs
         self.cast: dict[int, nn.Parameter] = {}  # a weight used twice stays one
+
+    def row(self, kind: type) -> Row | None:
+        # These read weights, and a stranger's class inherits that.
+        readers = (LatentAttention, MixtureOfExperts)
+        return super().row(next((each for each in readers if issubclass(kind, each)), kind))
 
     def kind(self, kind: type[P]) -> type[P]:
         return direct(kind)
@@ -59,7 +66,7 @@ class Join(Specialise):
 
     def unpacked(self, linear: nn.Module) -> nn.Module:
         """A linear layer whose weight others read: a plain one, with what LoRA adds in it."""
-        if not isinstance(linear, LowRank | Int4Linear):
+        if not isinstance(linear, ADAPTED):
             return self.copy(linear)
         new, weight = direct(nn.Linear)(1, 1, device="meta"), linear.weight.detach()
         new.out_features, new.in_features = weight.shape
@@ -96,7 +103,7 @@ class Join(Specialise):
         parts = {}
         for name, join in (("attention", self.attention), ("cross", self.cross)):
             part = getattr(module, name)
-            if type(part) is GroupedQueryAttention:
+            if type(part) is GroupedQueryAttention and not unlike(part, *ADAPTED):
                 parts[name] = join(part)
                 self.rows[type(part).__name__, type(parts[name]).__name__] += 1
         return self.copy(module, **parts)
@@ -112,11 +119,13 @@ class Join(Specialise):
     def latent(self, module: LatentAttention) -> nn.Module:
         """int8 makes a step of a last bit: there the bits of a row are its own."""
         own = self.precision in ("int8", "int4") and module.w_ukv.weight.is_cpu
-        kind = OrderedLatent if own else type(module)
+        kind = OrderedLatent if own and type(module) is LatentAttention else type(module)
         return self.copy_as(kind, module, w_ukv=self.unpacked(module.w_ukv))
 
-    def feed_forward(self, module: FeedForward) -> nn.Module:
+    def feed_forward(self, module: FeedForward) -> nn.Module | str:
         """Between the products int8 stays in the float32 that it gives."""
+        if why := unlike(module, *ADAPTED):
+            return why
         inner = torch.float32 if self.precision == "int8" else None
         down = self.product(module.down, out=self.dtype)
         if module.gate is None:

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from regard.attention.multihead import GroupedQueryAttention
 from regard.block import Block
 from regard.errors import UsageError, notice
-from regard.fast.cpu.join import Join, PackedHead
+from regard.fast.cpu.join import ADAPTED, Join, PackedHead
 from regard.fast.cpu.native import Native
 from regard.fast.inputs import read_by
+from regard.fast.specialise import unlike
 from regard.kernels.c import native
 from regard.kernels.c.linear import ACTIVATIONS, NativeLinear, usable
 from regard.kernels.c.rows import lse_and_topk
@@ -77,7 +78,7 @@ def prepare(model: Model, precision: str = "fp32", *, consume: bool = False) -> 
     inputs = read_by(model) if precision in ("int8", "int4") and model.towers else {}
     maker = (Join if why else Native)(precision, dtype, spent, inputs)
     parts = {}
-    if isinstance(model.head, LMHead):
+    if type(model.head) is LMHead:
         words = "target" if model.reads_source else "embedding"
         parts["head"] = maker.head(model.head, model.get_parameter(f"{words}.weight"))
     cls: Any = type(model)
@@ -99,10 +100,12 @@ def why_not_native(model: Model, precision: str, dtype: torch.dtype | None) -> s
         return native.why() or f"no products in {precision} on this CPU"
     # In float32 parts without C code stand among the others.
     for block in (m for m in model.modules() if isinstance(m, Block) and dtype != torch.float32):
-        for part in (block.attention, block.cross):
-            if part is not None and type(part) is not GroupedQueryAttention:
+        for part in filter(None, (block.attention, block.cross)):
+            if type(part) is not GroupedQueryAttention or unlike(part, *ADAPTED):
                 return f"{type(part).__name__} has none in bf16"
-        if not isinstance(block.ffn, FeedForward) or block.ffn.config.activation not in ACTIVATIONS:
+        ffn: Any = block.ffn
+        ours = type(ffn) is FeedForward and ffn.config.activation in ACTIVATIONS
+        if not ours or unlike(ffn, *ADAPTED):
             return "its feed-forward has none in bf16"
     return ""
 

@@ -15,6 +15,7 @@ from regard.block import ORDERS, Block, Stack, after, before
 from regard.cache import Contiguous, Paged
 from regard.cache.base import Layer
 from regard.fast.cpu.join import (
+    ADAPTED,
     Join,
     JoinedAttention,
     JoinedCrossAttention,
@@ -22,7 +23,7 @@ from regard.fast.cpu.join import (
     stacked,
 )
 from regard.fast.cpu.steps import CAUSAL, NativeStack, PackedStack, Tapes, last_of, step_of
-from regard.fast.specialise import Row, share
+from regard.fast.specialise import Row, share, unlike
 from regard.kernels.c.linear import ACTIVATIONS, NativeLinear
 from regard.kernels.c.rows import attend_one, norm, update_cache
 from regard.kernels.linear import possible
@@ -51,19 +52,21 @@ class Native(Join):
         return self.copy_as(NativeCrossAttention, module, wk=None, wv=None, **parts)
 
     def stack(self, module: Stack) -> nn.Module:
+        """Where all attention is in C a stack that records its steps, or one that leaves out padding; else as it is."""
         new = self.copy(module)
         parts = [part for block in new.blocks for part in (block.attention, block.cross)]
         if not all(part is None or isinstance(part, _Native) for part in parts):
             return new
-        if module.relative is not None or not all(map(_recorded, new.blocks)):
+        recorded = isinstance(new.norm, NativeNorm | None) and all(map(_recorded, new.blocks))
+        if module.relative is not None or not recorded:
             return share(self.kind(PackedStack), new)
         new = share(self.kind(NativeStack), new)
         new.tapes = Tapes(new)
         return new
 
-    def feed_forward(self, module: FeedForward) -> nn.Module:
+    def feed_forward(self, module: FeedForward) -> nn.Module | str:
         act, gate = module.config.activation, module.gate
-        if act not in ACTIVATIONS:
+        if act not in ACTIVATIONS or unlike(module, *ADAPTED):
             return super().feed_forward(module)
         both = [module.up] if gate is None else [gate, module.up]
         up = self.linear(*both, act=act, gated=gate is not None)
@@ -84,6 +87,9 @@ def _recorded(block: nn.Module) -> bool:
     if not isinstance(block, Block) or type(block).around is not Block.around:
         return False
     if ORDERS[block.order].around not in (before, after):
+        return False
+    norms = (block.norm1, block.norm2, block.norm3)
+    if not all(isinstance(norm, NativeNorm | None) for norm in norms):
         return False
     for part in filter(None, (block.attention, block.cross)):
         if not isinstance(part, _Native) or not part.bare or part.q_norm or part.wg:

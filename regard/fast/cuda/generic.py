@@ -105,8 +105,9 @@ class GenericMechanism(nn.Module):
         # Of a step alone: a Context keeps what its layers share, by the positions that they have.
         more["memo"] = ctx.once("memo of rows", dict)
         within = RowsContext(rows.span, store=GatheredLayer(slots, rows), **more)
-        y = self.part(rows.laid(tensor(x), slots), within)
-        return onto(residual, rows.tokens(y, slots))
+        added = None if residual is None else rows.laid(tensor(residual), slots)
+        y = self.part(rows.laid(tensor(x), slots), within, added)
+        return like(residual, rows.tokens(y, slots))
 
 
 class GenericPart(nn.Module):
@@ -119,7 +120,8 @@ class GenericPart(nn.Module):
         self.part = part
 
     def forward(self, x: Read, residual: Residual = None) -> Tensor | ResidualStream:
-        return onto(residual, self.part(tensor(x)[None])[0])
+        added = None if residual is None else tensor(residual)[None]
+        return like(residual, self.part(tensor(x)[None], added)[0])
 
 
 class GenericBlock(nn.Module):
@@ -127,7 +129,7 @@ class GenericBlock(nn.Module):
 
     def __init__(self, block: Block):
         super().__init__()
-        self.block = block
+        self.block, self.cross = block, block.cross
 
     def forward(
         self, x: ResidualStream, ctx: Context, cross: Context | None = None
@@ -135,8 +137,8 @@ class GenericBlock(nn.Module):
         return ResidualStream(self.block(tensor(x), ctx, cross), x.many, x.fast)
 
 
-def onto(residual: Residual, y: Tensor) -> Tensor | ResidualStream:
-    """y on the stream, on a tensor, or alone."""
-    if residual is None:
-        return y
-    return residual.plus(y) if isinstance(residual, ResidualStream) else residual + y
+def like(residual: Residual, y: Tensor) -> Tensor | ResidualStream:
+    """y, with what was added to already in it, as a stream where that was one."""
+    if isinstance(residual, ResidualStream):
+        return ResidualStream(y, residual.many, residual.fast)
+    return y

@@ -20,7 +20,7 @@ from regard.layers import Add, RMSNorm
 
 def rms(norm: nn.Module | None) -> Rms | None:
     """An RMS norm as the kernels take it."""
-    return (norm.weight, norm.eps, float(norm.plus_one)) if isinstance(norm, RMSNorm) else None
+    return (norm.weight, norm.eps, float(norm.plus_one)) if type(norm) is RMSNorm else None
 
 
 @dataclass

@@ -33,10 +33,10 @@ from regard.fast.cuda.residual import (
     rms,
     vocabulary,
 )
-from regard.fast.specialise import P, Row, Specialise, direct
+from regard.fast.specialise import P, Row, Specialise, direct, unlike
 from regard.kernels.triton.experts import Experts, suits
 from regard.kernels.triton.linear import ready
-from regard.layers import FeedForward
+from regard.layers import FeedForward, LMHead
 from regard.models import EncoderDecoder, Model
 from regard.models.adapt import Int4Linear, LowRank
 from regard.moe import MixtureOfExperts
@@ -63,6 +63,14 @@ def why_not(model: Model) -> str:
         return "its positions skip tokens"
     if any(isinstance(m, LowRank | Int4Linear) for m in model.modules()):
         return "its linear layers are packed, or have adapters: merge them first"
+    for part, kind in ((getattr(model, model.writer), Stack), (model.head, LMHead)):
+        if type(part) is not kind:
+            return f"it has a {type(part).__name__}"
+    blocks: Any = model.decoder.blocks if isinstance(model, EncoderDecoder) else ()
+    for cross in (block.cross for block in blocks):
+        own = type(cross) is not GroupedQueryAttention and f"it is a {type(cross).__name__}"
+        if why := own or unlike(cross):
+            return f"its attention to the source: {why}"
     if any(type(p.data) is not Tensor for p in model.parameters()):
         return "its weights are spread over several devices"
     return "a probe watches it" if model.watch is not None else ""
@@ -112,11 +120,6 @@ class Cuda(Specialise):
         new.note = f", as it is: {why}"
         return new
 
-    def unlike(self, *linears: nn.Module | None) -> str:
-        """Why these cannot be one product, or nothing."""
-        others = [m for m in linears if m is not None and type(m) is not nn.Linear]
-        return f"it has a {type(others[0]).__name__}" if others else ""
-
     def block(self, m: Block) -> nn.Module:
         # These leave sums and norms to who reads them; any other order runs over tensors.
         around = ORDERS[m.order].around
@@ -141,8 +144,8 @@ class Cuda(Specialise):
         return self.made[id(m)]
 
     def cross(self, m: Mechanism) -> nn.Module:
-        """Cross-attention, whose class is that of self-attention, so that the table has another row for it. Its
-        matrices of keys and values become views of one."""
+        """Cross-attention. The table has no row for it, as its class is that of self-attention: blocks call this. The
+        plain model's matrices of keys and values become views of one."""
         assert isinstance(m, GroupedQueryAttention), "see `why_not`"
         new = self.copy_as(GraphCross, m)
         new.first, new.out = self.product(m.wq), self.product(m.wo)
@@ -151,7 +154,7 @@ class Cuda(Specialise):
         return new
 
     def attention(self, m: GroupedQueryAttention) -> nn.Module:
-        if why := self.unlike(m.wq, m.wk, m.wv, m.wo, m.wg) or self.no_distance:
+        if why := unlike(m) or self.no_distance:
             return self.generic(m, why)
         new, c = self.copy_as(GraphAttention, m), m.config
         gate = [] if m.wg is None else [m.wg]
@@ -167,7 +170,7 @@ class Cuda(Specialise):
         return new
 
     def experts(self, m: MixtureOfExperts) -> nn.Module:
-        if why := self.unlike(m.router):
+        if why := unlike(m, FeedForward):
             return self.generic(m, why)
         new = self.copy_as(GraphExperts, m)
         biases = None
@@ -181,7 +184,7 @@ class Cuda(Specialise):
         return new
 
     def latent(self, m: LatentAttention) -> nn.Module:
-        if why := self.unlike(m.w_dq, m.w_uq, m.w_dkv, m.w_ukv, m.wo) or self.no_bias:
+        if why := unlike(m) or self.no_bias:
             return self.generic(m, why)
         new = self.copy_as(GraphLatent, m)
         query = m.w_uq if m.w_dq is None else m.w_dq
@@ -209,6 +212,8 @@ class Cuda(Specialise):
         )
         if type(m.attention) not in self.table:
             why = why or f"it chooses keys for a {type(m.attention).__name__}"
+        why = why or unlike(m, type(m.attention), Indexer)
+        why = why or unlike(m.attention) or unlike(m.indexer)
         if why:
             return self.generic(m, why)
         new, attention = self.copy_as(GraphSparse, m), m.attention
@@ -218,14 +223,14 @@ class Cuda(Specialise):
         return new
 
     def delta(self, m: GatedDeltaRule) -> nn.Module:
-        if why := self.unlike(m.wo):
+        if why := unlike(m):
             return self.generic(m, why)
         new = self.copy_as(GraphDelta, m)
         new.out, new.note = self.product(m.wo), self.note(m.wo.weight, "its state has no kernel")
         return new
 
     def feed_forward(self, m: FeedForward) -> nn.Module:
-        if why := self.unlike(m.gate, m.up, m.down):
+        if why := unlike(m):
             return self.generic(m, why)
         both = [m.up] if m.gate is None else [m.gate, m.up]
         new = self.copy_as(GraphFeedForward, m)
