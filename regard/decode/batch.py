@@ -109,7 +109,7 @@ class Batch:
         """Of beams: the n best finished texts of request i; if it was stopped (`why`), running ones too."""
         raise NotImplementedError
 
-    def ask(self) -> None:
+    def prepare(self) -> None:
         """What comes before a step, a chunk of prompts; rows may end with it."""
         self._feed()
 

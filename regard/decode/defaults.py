@@ -119,12 +119,14 @@ def folder_settings(model: Any) -> tuple[dict[str, Any], str]:
 
 
 def _folder_settings(model: Any, origin: Any) -> tuple[dict[str, Any], str]:
+    """As `folder_settings`, read anew: the settings, and the file that says them. End tokens are those of
+    `special_of`, which has read both files."""
     found: dict[str, Any] = {"eos": special_of(model).eos}
     # As in transformers, config.json decides nothing of this where there is a generation_config.json.
     where = FILE if FILE in origin.files else "config.json"
     said = read_json(origin.files, FILE) if FILE in origin.files else _legacy(origin.config)
     said = {key: value for key, value in said.items() if value is not None}
-    for key in UNSUPPORTED.keys() & said.keys():
+    for key in (key for key in UNSUPPORTED if key in said):
         idle = said[key] in UNSUPPORTED[key] or (key in DRAWN and said.get("do_sample") is not True)
         if not idle:
             more = f"{key}={said[key]!r:.60} is not taken, so texts may differ from transformers'"
@@ -220,16 +222,17 @@ def _known(found: dict[str, Any], vocab: int) -> dict[str, Any]:
 
 
 def settings_of(
-    model: Any, given: dict[str, Any], defaults: str = "model", single: str = ""
+    model: Any, given: dict[str, Any], defaults: str = "model", not_for_beams: str = ""
 ) -> Callable[[int], Settings]:
     """The settings of a prompt of so many tokens: what is given, and else what the model's folder names (`defaults`:
-    plain takes its end tokens alone). `single`: what is asked for that beam search has not."""
+    plain takes its end tokens alone). `not_for_beams` names, in words for a notice, what else is asked for that
+    does not go with beam search: then the folder's beams are left out."""
     check_choice("defaults", defaults, WHERE)
     plain = {"eos": special_of(model).eos}
     named: dict[str, Any] = folder_settings(model)[0] if defaults == "model" else plain
     said = {name: value for name, value in named.items() if name not in given}
     most, least = said.pop("max_length", None), said.pop("min_length", 0)
-    _settle(said, given, single)
+    _settle(said, given, not_for_beams)
     bounded = given.get("overflow", "error") == "error"
     longest = context_of(model) if bounded else None
 
@@ -256,15 +259,15 @@ def settings_of(
     return sized
 
 
-def _settle(said: dict[str, Any], given: dict[str, Any], single: str) -> None:
+def _settle(said: dict[str, Any], given: dict[str, Any], not_for_beams: str) -> None:
     """Take out of a folder's settings what does not go with the others, or with what is given."""
     beams = given.get("beams", said.get("beams", 1))
     wishes = [
         name for name in (*DRAWING, *ALONE) if given.get(name, DEFAULTS[name]) != DEFAULTS[name]
     ]
-    single = single or next(iter(wishes), "")
-    if beams != 1 and "beams" not in given and single:
-        notice(f"num_beams={beams} is not taken, as {single} does not go with beam search")
+    not_for_beams = not_for_beams or next(iter(wishes), "")
+    if beams != 1 and "beams" not in given and not_for_beams:
+        notice(f"num_beams={beams} is not taken, as {not_for_beams} does not go with beam search")
         beams = 1
     if beams == 1:
         for name in SEARCHED:

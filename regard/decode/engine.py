@@ -287,7 +287,7 @@ class Engine:
 
     def _advance(self, kind: Hashable, batch: Batch) -> list[Event]:
         events: list[Event] = []
-        for part in (batch.ask, batch.step):
+        for part in (batch.prepare, batch.step):
             # Requests of which a row has outgrown the context change batches, all their rows together; for a cache that
             # forgets they are read once more.
             long = self.longest if kind is None and self.longest is not None else math.inf

@@ -124,7 +124,8 @@ def answers(
     layout: str | None = None, invariant: bool = False, draft_model: Any = None, mask: Mask = None,
     defaults: str = "model", **settings: Any
 ) -> list[list[Result]]:  # fmt: skip
-    """`generate`, each prompt's answers in a list of their own."""
+    """`generate`, each prompt's answers in a list of their own, in the order of the prompts; one that failed is among
+    them, and nobody is warned of it."""
     if draft_model is not None:
         settings.setdefault("draft", 4)
     job = Job(model, stop, settings, mask=mask, defaults=defaults)
@@ -252,14 +253,14 @@ class Job:
         defaults: str = "model"
     ):  # fmt: skip
         self.model, self.stop, self.mask = model, check_stop(stop), mask
-        single = (
+        not_for_beams = (
             "stop" if self.stop else "a mask" if mask is not None else "a stream" if live else ""
         )
         self.live = live or bool(self.stop)
         self.two = model.reads_source
         self.start = special_of(model).start or 0
         self.tokenizer = tokenizer_of(model)
-        self.sized = settings_of(model, settings, defaults, single)
+        self.sized = settings_of(model, settings, defaults, not_for_beams)
         self.settings = self.sized(1)
         self.streams: dict[tuple[int, int], Stream] = {}
         self.texts: dict[tuple[int, int], list[str]] = {}

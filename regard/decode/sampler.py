@@ -35,7 +35,7 @@ class Sampler:
         vocab, given = logits.shape[-1], [self.sequences[i] for i in index]
         for i, row in zip(index, given, strict=True):
             if row.request.mask is not None:
-                row.allowed(self.columns(vocab, logits.device).room()[i], vocab)
+                row.write_mask(self.columns(vocab, logits.device).room()[i], vocab)
         on = [k for k, row in enumerate(given) if not row.finish]
         if not on:
             return []

@@ -117,8 +117,8 @@ class Sequence:
             self.finish, self.error = "error", f"its stop raised {type(error).__name__}: {error}"
         return [Event(self.request.number, self.sample, token, logprob, tops)]
 
-    def allowed(self, words: Any, vocab: int) -> None:
-        """Write what its mask allows next to words of 32 bits; where that is nothing, the answer ends."""
+    def write_mask(self, words: Any, vocab: int) -> None:
+        """Ask its mask what may come next, and write that to words of 32 bits; where it is nothing, the answer ends."""
         assert self.request.mask is not None
         try:
             pack(self.request.mask(self.sample, list(self.ids)), words, vocab)

@@ -72,7 +72,7 @@ def turn(scheduler: Scheduler, faulty: Callable[[], bool] | None = None) -> list
         )
         scheduler.enter(0, batch, rows, keys)
     for batch in list(scheduler.batches.values()):
-        for part in (batch.ask, batch.step):
+        for part in (batch.prepare, batch.step):
             while batch.slots:
                 try:
                     part()
@@ -305,7 +305,7 @@ def test_a_chunk_is_shared_by_rank_and_by_what_is_left(
         batch.admit([Sequence(Request([1] * size, number=number), 0)])
     while batch.unread():
         batch.passes = []
-        batch.ask()
+        batch.prepare()
         found.append(batch.passes)
     assert found == chunks
 

@@ -42,7 +42,7 @@ class WindowBatch(PlainBatch):
         super().__init__(forward, reading)
         self.longest = forward.longest
 
-    def ask(self) -> None:
+    def prepare(self) -> None:
         """Nothing is read before a step."""
         new = [slot for slot in self.slots if not slot.scheduled]
         if new:

@@ -63,10 +63,12 @@ class GraphBatch(Batch):
         self.steps, self.padded = steps, PADDED * reading.chunk
         self.free = list(range(steps.places))  # the lowest first
         self.edits: dict[tuple[int, int], int] = {}  # pages by (row, place) of the runner's table
-        self.idle: list[int] = []
+        self.idle: list[int] = []  # places that have been left, to be still on the device
         self.new: dict[int, Sequence] = {}  # rows whose settings the runner does not know
         self.inflight: Inflight | None = None
-        self.fed = set[Slot]()  # whose last token is fed
+        self.fed_early = set[
+            Slot
+        ]()  # whose logits wait in the runner for a mask (`GraphSteps.feed`)
         steps.owner = weakref.ref(self)
 
     # --- membership ---
@@ -113,13 +115,14 @@ class GraphBatch(Batch):
     def clear(self) -> None:
         """After a fault: no row, and nothing on its way."""
         self.free, self.slots, self.edits, self.idle = list(range(self.steps.places)), [], {}, []
-        self.inflight, self.new, self.events, self.fed = None, {}, [], set()
+        self.inflight, self.new, self.events, self.fed_early = None, {}, [], set()
         self.steps.reset()
 
     # --- one step ---
 
-    def ask(self) -> None:
-        """Where rows have masks: read the round before, and ask for what may come next."""
+    def prepare(self) -> None:
+        """Where rows have masks: read the round before, and call them, here, for what may come next. A row may end with
+        it."""
         masked = [slot for slot in self.slots if slot.request.mask is not None]
         if not masked:
             return
@@ -131,7 +134,7 @@ class GraphBatch(Batch):
             # What follows a first token is asked when the host has read it.
             if slot.sequence.finish or (slot.scheduled and slot.state is State.PREFILL):
                 continue
-            slot.sequence.allowed(room[slot.index], vocab)
+            slot.sequence.write_mask(room[slot.index], vocab)
 
     def _upload_settings(self) -> None:
         """The settings of new rows, to the runner."""
@@ -234,7 +237,7 @@ class GraphBatch(Batch):
         """The next round."""
         wanted = [s for s in self.slots if s.left or s.state is State.PREFILL]
         live = [s for s in wanted if s.scheduled and not s.sequence.finish]
-        fed, self.fed = self.fed, set()
+        fed, self.fed_early = self.fed_early, set()
         if not live:
             self._place()
             return None
@@ -271,7 +274,7 @@ class GraphBatch(Batch):
                 self._leave(slot)
         if early and any(s.left for s in live):
             self.steps.feed(width, *bounds)
-            self.fed = set(live)
+            self.fed_early = set(live)
         return inflight
 
     def _steps(self, lefts: list[int]) -> int:

@@ -171,7 +171,7 @@ class Pages:
         return self.memo.get(relative)
 
     def angles(self, rope: Rope, dim: int) -> tuple[Tensor, Tensor]:
-        """cos and sin for every position, (length r/2) each."""
+        """cos and sin for every position, (length r/2) each. No text of a graph is as long as LongRoPE's border."""
         if (rope, dim) not in self.memo:
             like = self.mine[0]
             at = torch.arange(self.length, device=like.device)
