@@ -3,23 +3,20 @@
 import importlib
 import re
 import shlex
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from regard.cli.main import command_of, first_words
+from regard.cli.main import command_of, first_words, main
 from regard.cli.shared import parse
 from regard.errors import UsageError
-from regard.learn.explain import called, find
+from regard.learn.explain import called
 
 ROOT = Path(__file__).resolve().parents[1]
-TEXTS = ROOT.parent / "shared" / "texts"
 NAMES = ("S0", "S1", "S2", "S3", "S4")
-# Headings that speak of the text itself, and stand without a subject.
-NO_SUBJECT = {"contents", "references", "outline", "knowledge section", "interview questions",
-              "theoretical questions", "practical coding questions"}  # fmt: skip
 
 
 @cache
@@ -44,61 +41,71 @@ def plain(heading: str) -> str:
     return " ".join(re.findall(r"[a-z0-9]+", bare.lower().replace("_", " ")))
 
 
-def headings(name: str) -> list[tuple[str, str]]:
-    """The headings and listings of a text: what the table calls each, and its words."""
-    if not TEXTS.is_dir():
-        pytest.skip("needs ../shared/texts, the texts beside the repository: not on this machine")
-    text = next(TEXTS.glob(f"00{name[1]}_*.txt")).read_text(encoding="utf-8")
-    inside, lines = False, []
-    for line in text.splitlines():
-        inside ^= line.startswith("```")
-        lines.append("" if inside or line.startswith("```") else line.strip())
-    listings = re.findall(r"^ {0,10}(?:def|class) ([A-Za-z]\w+)", text, re.M)
-    found = [(f"`{each}`", each) for each in listings if each != "forward"]
-    if name in ("S0", "S1"):
-        titles = [line.lstrip("# ") for line in lines if re.match("#+ ", line)]
-        numbers = [re.match(r"\d[\d.]*", title) for title in titles]
-        return found + [(n[0].rstrip(".") if n else t, t) for n, t in zip(numbers, titles)]
-    if name == "S3":
-        slides = [line for line in lines if line]
-        titles = [slides[i + 1] for i, line in enumerate(slides[:-1]) if line == "Notes"]
-        return found + [(title, title) for title in titles]
-    part, count = "", 1
-    for before, line, after in zip(["", *lines], lines, [*lines[1:], ""]):
-        if line in ("Theoretical Questions", "Practical & Coding Questions"):
-            part, count = line.split()[-2].replace("Theoretical", "Theory"), 1
-        elif part and re.match(rf"{count}\. [A-Z]", line) and "**" not in line:
-            found.append((f"{part} {count}", line))
-            count += 1
-        alone = line and not before and not after and len(line) <= 80
-        if not alone or re.search(r"[.:,;*?]$|\*\*|<|\t", line) or re.match(r"Step|Answer", line):
-            continue
-        if number := re.match(r"(\d|[a-d])\. [A-Z]", line):
-            found.append((number[1] if number[1].isdigit() else f"4{number[1]}", line))
-        elif re.match(r'"?[A-Z]|\(\d\)', line) and "$" not in re.sub(r"\$[^$]*\$$", "", line):
-            found.append((line, line))
-    return found
+def headings() -> list[tuple[str, str, str, str]]:
+    """Text, row of docs/texts.md, topic and heading, as tests/headings.txt has them."""
+    lines = (ROOT / "tests" / "headings.txt").read_text(encoding="utf-8").splitlines()
+    found = [line.split(" | ", 3) for line in lines if not line.startswith("#")]
+    return [(text, row, topic, heading) for text, row, topic, heading in found]
+
+
+def taken(*said: str) -> str:
+    """The topic of these words, or why there is none."""
+    try:
+        return called(said[0], said[1:], {})[0].name
+    except UsageError as error:
+        return str(error)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_heading_and_listing_has_a_row(name: str) -> None:
-    found = headings(name)
+    keys = [row for text, row, _, _ in headings() if text == name and row != "-"]
     said = {each for row in rows()[name] for each in row[0].split("; ")}
     said |= {plain(each) for each in said} | {row[0].split()[0].rstrip(";") for row in rows()[name]}
-    missing = [key for key, _ in found if key not in said and plain(key) not in said | NO_SUBJECT]
-    assert len(found) >= 30 and not missing
+    missing = [key for key in keys if key not in said and plain(key) not in said]
+    assert len(keys) >= 30 and not missing
 
 
+WAYS: dict[str, Callable[[str], list[str]]] = {
+    "quoted": lambda heading: [heading],
+    "unquoted": str.split,
+    "small letters": lambda heading: heading.lower().split(),
+    "capitals": lambda heading: re.sub(r"\\[a-z]+", "", heading).upper().split(),
+    "without marks": lambda heading: re.findall(r"\w+", re.sub(r"\\[a-z]+", "", heading)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_heading_finds_a_topic(name: str) -> None:
-    lost = []
-    for _, title in headings(name):
-        try:
-            find(title)
-        except UsageError:
-            lost.append(plain(title))
-    # Two headings of S4 have a subject only where they stand.
-    assert set(lost) <= NO_SUBJECT | {"how they work together", "detailed explanation"}
+def test_every_heading_finds_its_topic(name: str, way: str) -> None:
+    wanted = {h: topic for text, _, topic, h in headings() if text == name}
+    found = {heading: taken(*WAYS[way](heading)) for heading in wanted}
+    assert {h: topic for h, topic in found.items() if topic != wanted[h]} == {}
+
+
+@pytest.mark.parametrize(
+    ("said", "nearest"),
+    [
+        ("sofmax", "softmax"),
+        ("rotary possition", "rope"),
+        ("flash atention", "online-softmax"),
+        ("kv cahce", "kv-cache"),
+        ("label smothing", "label-smoothing"),
+        ("softmax one", "softmax"),
+        ("weather of london", ""),
+        ("position of the moon", ""),
+    ],
+)
+def test_mistype_is_refused_with_the_nearest_names(said: str, nearest: str) -> None:
+    for words in ([said], said.split(), said.upper().split()):
+        why = taken(*words)
+        assert why.startswith("there is no topic") and nearest in why.partition("nearest are")[2]
+
+
+def test_topic_that_no_row_names_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "Common", "Pretraining", "Objectives"]) == 0
+    assert capsys.readouterr().out.startswith("taken as: objectives\nobjectives: What")
+    assert main(["explain", "FlashAttention"]) == 0
+    assert capsys.readouterr().out.startswith("online-softmax: How")
 
 
 def test_rows_have_a_name_a_command_and_a_page() -> None:

@@ -167,9 +167,11 @@ def topic(*code: str) -> Callable[[Callable[..., Tables]], Topic]:
 
 
 def find(name: str) -> Topic:
-    """The topic that these words mean; the three nearest are told where there is none."""
-    key = "".join(_words(name[:400]))
-    if found := names().get(key) or _covering(_words(name[:400])):
+    """The topic that these words mean: as a row of the table has them, or a part of them, or by
+    the words they share with it; the three nearest are told where there is none."""
+    said = _words(name[:400])
+    key = "".join(said)
+    if found := names().get(key) or _covering(said) or _sharing(said):
         return next(each for each in TOPICS if each.name == found)
     near = dict.fromkeys(names().values(), 0.0)
     for word, topic in names().items():
@@ -188,7 +190,7 @@ def names() -> dict[str, str]:
 def _words(text: str) -> list[str]:
     """A text as words that can be compared: small letters, singular, American, without filling."""
     plain = re.sub(r"\\[a-z]+|[{}$]", "", text.lower())
-    found = re.findall(r"[a-z0-9]+", re.sub(r"\bk *- *v\b", "kv", plain))
+    found = re.findall(r"[a-z0-9]+", re.sub(r"\bk *-? *v\b", "kv", plain))
     single = (re.sub(r"(?<=[a-z]{3})(?<!s)s$", "", re.sub("ies$", "ys", word)) for word in found)
     return [w for w in (s.replace("isation", "ization") for s in single) if w not in FILLING]
 
@@ -203,6 +205,38 @@ def _covering(said: list[str]) -> str | None:
         if part in names() and len(part) > len(best) and (telling or len(part) > 3 * whole / 4):
             best = part
     return names().get(best)
+
+
+@cache
+def _users() -> dict[str, set[str]]:
+    """Every single word of the table -> the topics in whose rows it stands."""
+    users: dict[str, set[str]] = {}
+    for topics in CHAPTERS.values():
+        for name, others in topics.items():
+            for word in _words(f"{name} {others}"):
+                users.setdefault(word, set()).add(name)
+    return users
+
+
+def _sharing(said: list[str]) -> str | None:
+    """The topic that shares the most words with a text of which no part is a row of the table.
+
+    Each word is a vote, divided among the topics that use it. Who wins has a whole vote (a word that
+    no other topic uses, or several rarer ones), half as many again as the next, and a third of the
+    words: less than this is chance. A word that is nearly one of the table is mistyped, and then
+    nothing is concluded from the others: one letter may be what tells two topics apart."""
+    words = {word for word in said if not word.isdigit()}
+    unknown = words - _users().keys()
+    if any(difflib.get_close_matches(word, _users(), 1, 0.8) for word in unknown):
+        return None
+    votes: dict[str, list[float]] = {}
+    for word in words - unknown:
+        for name in _users()[word]:
+            votes.setdefault(name, []).append(1 / len(_users()[word]))
+    ranked = sorted(votes, key=lambda name: -sum(votes[name]))
+    first, second = ([sum(votes[name]) for name in ranked[:2]] + [0.0, 0.0])[:2]
+    told = first >= 1 and first >= 1.5 * second and 3 * len(votes[ranked[0]]) >= len(words)
+    return ranked[0] if told else None
 
 
 def _divided(said: list[str]) -> tuple[list[str], tuple[str, ...]]:
@@ -242,7 +276,9 @@ def explained(
     tables, formula = list(topic.compute(**values)), topic.formula.splitlines()
     if not as_json:
         said = "   ".join(f"{_flag(n)} {shown(value)}" for n, value in values.items())
-        lines = [f"{topic.name}: {topic.question}", "", *(f"  {line}" for line in formula)]
+        words = " ".join(_divided([name, *numbers])[0])
+        lines = [] if "".join(_words(words)) in names() else [f"taken as: {topic.name}"]
+        lines += [f"{topic.name}: {topic.question}", "", *(f"  {line}" for line in formula)]
         lines += ["", f"given: {said}", "", *(f"{table.text()}\n" for table in tables)]
         return "\n".join([*lines, *(f"code: {place}" for place in topic.code)])
 
