@@ -23,7 +23,7 @@ from regard.models.init import initialize, start_of
 from regard.position import Learned, Sinusoidal
 
 Recurrent = models.RecurrentConfig | models.Seq2SeqConfig
-Config = models.TransformerConfig | models.EncoderDecoderConfig | Recurrent
+Config = models.TransformerConfig | models.EncoderDecoderConfig | models.PainterConfig | Recurrent
 
 
 def _preset(family: Family, keys: dict[str, Any]) -> Any:
@@ -58,6 +58,18 @@ def _captioner() -> models.EncoderDecoderConfig:
     return models.EncoderDecoderConfig(*parts, LM(), shared=False, max_len=1024)
 
 
+def _painter() -> models.PainterConfig:
+    """The mirror of the captioner: patches that attend to a text."""
+    shape = dict(dim=384, layers=6, heads=6)
+    text, image = (customize(PRESETS[name][1](), shape) for name in ("gpt2", "vit-small"))
+    assert isinstance(text, models.TransformerConfig)
+    assert isinstance(image, models.TransformerConfig)
+    encoder = replace(text.tower, causal=False)
+    decoder = replace(image.tower, cross=GQA(6, bias=True, out_bias=True))
+    words = Tokens(50257, Learned(1024))
+    return models.PainterConfig(words, encoder, models.Canvas(224, 16, 3), decoder, max_len=1024)
+
+
 def presets_of(family: Family) -> dict[str, tuple[str, Callable[[], Config]]]:
     """The rows of PRESETS that a family gives."""
     return {name: (family.name, partial(_preset, family, x)) for name, x in family.presets.items()}
@@ -72,6 +84,7 @@ PRESETS |= {
     "vaswani-base": ("", lambda: _vaswani(512, 8, 2048, 0.1)),
     "vaswani-big": ("", lambda: _vaswani(1024, 16, 4096, 0.3)),
     "captioner": ("", _captioner),
+    "painter": ("", _painter),
     "gru-lm": ("", lambda: models.RecurrentConfig(10000, 512, 2, "gru")),
     "bahdanau": ("", lambda: models.Seq2SeqConfig(30000, 30000, 512, 1, "gru", "additive", bidirectional=True)),
     "luong": ("", lambda: models.Seq2SeqConfig(30000, 30000, 512, 2, "lstm", "bilinear")),

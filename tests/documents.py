@@ -151,13 +151,19 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "encoder": ("mlm", {"preset": "bert-base", **TEXT}, "story.txt"),
     "reader": ("answer", {"preset": "bert-base", **TEXT}, "squad.json"),
     "captioner": ("caption", {"preset": "captioner", **PICTURE, "max_len": 128}, "captions.npz"),
+    "painter": ("draw", {"preset": "painter", **PICTURE, "max_len": 64}, "captions.npz"),
     "little": ("lm", {"preset": "gpt2", **TEXT}, "story.txt"),
     "vision": ("image", {"preset": "vit-base", **PICTURE}, "digits.npz"),
 }
 READ = {*KINDS, "decoder", "OTHER", "A", "B", "kept", "old-folder", ".theirs"}
 # The verb of a command, alone or with a word that it has -> the kind of model that it is for.
 FOR = {"translate": "translator", "classify": "classifier", "fill": "encoder", "embed": "encoder"}
-FOR |= {"answer": "reader", "generate .png": "captioner", "look --image": "vision"}
+FOR |= {
+    "answer": "reader",
+    "generate .png": "captioner",
+    "generate seven": "painter",
+    "look --image": "vision",
+}
 FOR |= {"look guten": "translator", "eval --shots": "decoder", "eval accuracy": "classifier"}
 FOR |= {"parity": "little", "eval sts": "encoder", "eval test.": "translator"}
 

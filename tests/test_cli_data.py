@@ -395,6 +395,7 @@ PEEKED = {
     "answer": ("bert-base", "squad.json", ""),
     "image": ("vit-small", "x.npz", ""),
     "caption": ("captioner", "x.npz", ""),
+    "draw": ("painter", "x.npz", ""),
     "dense_index": ("deepseek-v3.2", "text.txt", ""),
     "sparse_index": ("deepseek-v3.2", "text.txt", ""),
 }
@@ -420,7 +421,7 @@ def test_peek_of_a_config_of_every_task(
     squad = {"data": [{"paragraphs": [{"context": "a cat sat", "qas": [asked]}]}]}
     (tmp_path / "squad.json").write_text(json.dumps(squad))
     np.savez(tmp_path / "x.npz", x=np.zeros((4, 8, 8), np.uint8), y=np.array(["a", "b"] * 2))
-    drawn = task in ("image", "caption")
+    drawn = task in ("image", "caption", "draw")
     sizes = "size = 8\npatch = 4\nchannels = 1" if drawn else ""
     length = 'length = 16\npack = "stream"' if data == "text.txt" else ""
     words = "" if task == "image" else '[tokenizer]\nkind = "chars"'

@@ -136,7 +136,10 @@ def test_every_example_is_counted(home: Path, capsys: pytest.CaptureFixture[str]
 
 PRESETS: dict[str, dict[str, Any]] = {
     **{name: {"ffn_dim": 32} for name in ("gpt2", "bert-base", "vaswani-base")},
-    "vit-small": {"ffn_dim": 32, "size": 8, "patch": 4, "channels": 1},
+    **{
+        name: {"ffn_dim": 32, "size": 8, "patch": 4, "channels": 1}
+        for name in ("vit-small", "painter")
+    },
 }
 
 
@@ -146,7 +149,7 @@ def test_step_of_every_task_is_measured(task: str) -> None:
     if preset not in PRESETS:
         pytest.skip(f"{preset} has no small form here")
     model = {"preset": preset, "layers": 1, "dim": 16, "heads": 2, **PRESETS[preset]}
-    more: dict[str, Any] = {} if reads == "image" else {"length": 16}
+    more: dict[str, Any] = {} if reads in ("image", "draw") else {"length": 16}
     more |= {"pack": "none"} if task in ("spans", "infill") else {}
     config = Config(task, Data("x", rows=4, **more), model, train=Train(steps=3))
     sides = 2 if reads in ("seq2seq", "prefer") else 1

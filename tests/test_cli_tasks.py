@@ -256,6 +256,7 @@ READ = {
     "answer": "train = 'asked.jsonl', rows = 2",
     "image": "train = 'x.npz', rows = 2",
     "caption": "train = 'said.npz', rows = 2",
+    "draw": "train = 'said.npz', rows = 2",
     "chat": "train = 'chats.jsonl', length = 64, rows = 2",
     "prefer": "train = 'pairs.jsonl', rows = 2",
 }

@@ -341,9 +341,51 @@ def test_ambient_device_is_where_models_are_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("preset", ["gpt2", "bert-base", "vit-small"])
-def test_attention_to_a_source_is_refused_in_a_model_of_one_tower(preset: str) -> None:
-    with pytest.raises(UsageError, match=r"tower\.cross .* one tower"):
-        regard.build(preset, **{"tower.cross": regard.GQA(heads=2)})
+def test_a_model_of_one_tower_attends_to_a_memory(preset: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    cross = {"tower.cross": regard.GQA(heads=2), "tower.memory_dim": 6}
+    sizes = {"size": 8, "patch": 4} if preset == "vit-small" else {"vocab": 20, "max_len": 16}
+    model = regard.build(preset, layers=2, dim=16, heads=2, ffn_dim=32, **sizes, **cross).double()
+    x = torch.randn(2, 3, 8, 8).double() if preset == "vit-small" else torch.tensor([[1, 2]] * 2)
+    memory = torch.randn(2, 5, 6).double()
+    given = model.hidden(x, memory=memory)
+    other = model.hidden(x, memory=memory.flip(2))
+    assert (given - other).abs().max() > 1e-3
+    # Padding is not attended to.
+    longer = torch.cat([memory, memory], 1)
+    torch.testing.assert_close(model.hidden(x, memory=longer, memory_lengths=[5, 5]), given)
+    again = regard.load(model.save(tmp_path / "model"), dtype=torch.float64)
+    assert torch.equal(again.hidden(x, memory=memory), given)
+    probe = regard.Probe()
+    model.hidden(x, memory=memory, probe=probe)
+    assert probe.maps["1.cross"][0].shape == (2, 2, given.shape[1], 5)
+    assert not model.decodes and "does not decode" in model.summary()
+
+
+@pytest.mark.parametrize(
+    "cross, memory, message",
+    [
+        (True, None, r"the memory is None; this model attends to one of shape \(2, s, 6\)"),
+        (
+            True,
+            (2, 5, 8),
+            r"the memory is \(2, 5, 8\); .* \(2, s, 6\): model\(ids, memory=features\)",
+        ),
+        (True, (1, 5, 6), r"the memory is \(1, 5, 6\)"),
+        (True, (6,), r"the memory is \(6,\)"),
+        (False, (2, 5, 6), "no cross-attention; leave memory out"),
+    ],
+)
+def test_a_memory_that_does_not_fit_is_refused(
+    cross: bool, memory: tuple[int, ...] | None, message: str
+) -> None:
+    more = {"tower.cross": regard.GQA(heads=2), "tower.memory_dim": 6} if cross else {}
+    model = regard.build("gpt2", layers=1, dim=16, heads=2, vocab=20, **more)
+    with pytest.raises(UsageError, match=message):
+        model(torch.tensor([[1, 2]] * 2), memory=None if memory is None else torch.zeros(memory))
+    if cross:
+        with pytest.raises(UsageError, match="does not decode step by step"):
+            regard.generate(model, [[1, 2]])
 
 
 def test_build_with_the_same_seed_gives_the_same_weights() -> None:

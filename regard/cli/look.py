@@ -38,6 +38,8 @@ class Options:
     # what an encoder-decoder writes; default: what it writes by itself, greedily
     target: cli.Text = None
     image: cli.FileName = None  # the picture that a vision model reads
+    # an npy file with the features (s m) that a model of one tower with cross-attention attends to
+    memory: cli.FileName = None
     # a second model that reads the same, beside the first
     compare: Annotated[str | None, arg(metavar="MODEL")] = None
     # a picture shows this layer alone, a page shows it first; of a long text its head is there in full
@@ -64,7 +66,9 @@ def run(options: Options) -> int:
         raise Fault(f"--image {options.image} is not a file; give a PNG or JPEG", DATA)
     text = cli.given_text(options.text or "")
     names = [options.model] if options.compare is None else [options.model, options.compare]
-    asked = {name: getattr(options, name) for name in ("image", "target", "layer", "head")}
+    asked = {
+        name: getattr(options, name) for name in ("image", "target", "memory", "layer", "head")
+    }
     panels = []
     for folder, title in zip(names, titles(names)):
         opened = cli.open_model(folder, options.machine)

@@ -19,7 +19,7 @@ from regard.config import Choice, Count, Fraction, Positive, Share, Whole, setti
 from regard.data import feed as feeds
 from regard.data import tokens
 from regard.data.held import hold_out, tell_shared
-from regard.data.image_feed import CaptionFeed, ImageFeed
+from regard.data.image_feed import CaptionFeed, DrawingFeed, ImageFeed
 from regard.data.samplers import OVERLONG
 from regard.data.shards import Column, Shards, SourceHashes, Writer, prepare
 from regard.data.source import ARRAYS, ROLES, UNITS, Source, format_of
@@ -50,10 +50,11 @@ KINDS: dict[str, Kind] = {
     "answer": Kind(("text", "second", "start", "end"), tokens.fill_answers, ("text", "second")),
     "image": Kind(("image", "label"), tokens.fill_pictures),
     "caption": Kind(("image", "label"), tokens.fill_captions, ("label",)),
+    "draw": Kind(("image", "label"), tokens.fill_captions, ("label",)),
 }
 # Kinds whose documents are plain text, or the target of a source; that may share a row; that hold chats; pictures.
 PLAIN = ("lm", "mlm")
-PICTURED = ("image", "caption")
+PICTURED = ("image", "caption", "draw")
 ROWED = (*PLAIN, "chat")
 CHATS = ("chat", "prefer")
 TEXTS = tuple(name for name, kind in KINDS.items() if kind.texts and name not in PICTURED)
@@ -406,10 +407,13 @@ def feed_of(
         if coder.start is None or coder.end is None:
             raise UsageError(f"the task {task} needs a tokenizer with an end token (eos)")
         more |= {"start": coder.start, "end": coder.end}
-    if task == "caption":
+    if task in ("caption", "draw"):
         more |= {n: getattr(data, n) for n in ("shift", "flip")}
-        numbers = Column(np.arange(len(columns["images"])))
-        return CaptionFeed(columns["images"], numbers, texts=columns["target"], **more)
+        numbers, texts = Column(np.arange(len(columns["images"]))), columns["target"]
+        if task == "caption":
+            return CaptionFeed(columns["images"], numbers, texts=texts, **more)
+        more["around"] = (coder.before, coder.after)
+        return DrawingFeed(columns["images"], numbers, texts=texts, **more)
     if task in ROWED:
         prompts = None
         if asked := columns.get("prompts"):

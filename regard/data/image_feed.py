@@ -1,4 +1,4 @@
-"""Batches of pictures: with a class each, or with a text that a decoder writes."""
+"""Batches of pictures: with a class each, with a text that a decoder writes, or with a text of which each is drawn."""
 
 from __future__ import annotations
 
@@ -119,6 +119,36 @@ class CaptionFeed(ImageFeed):
         ids = framed(*text, self.pad, (self.start,))
         labels = framed(*text, IGNORE, (), (self.end,))
         return tensors(ids, labels, steps, whole, source=pictures.numpy())
+
+
+@dataclass(eq=False)
+class DrawingFeed(ImageFeed):
+    """Texts for an encoder, between the tokens `around`, and the picture that is to be drawn of each, as an ImageFeed
+    has it: its pixels are the labels."""
+
+    _: KW_ONLY
+    texts: Column
+    around: tuple[Sequence[int], Sequence[int]] = ((), ())
+    pad: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.sizes = self.texts.lengths + sum(map(len, self.around))
+        special = {"around": [list(side) for side in self.around], "pad": self.pad}
+        self.sign({"texts": self.texts}, texts=self.texts.fingerprint, **special)
+
+    def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
+        assert self.sizes is not None
+        pictures = super().make(numbers, part, k).ids
+        whole, own = self.sizes[numbers], self.texts.lengths[numbers[part]]
+        text = (
+            self.texts.values,
+            self.texts.starts(numbers[part]),
+            own,
+            self.batching.width(whole),
+        )
+        ids = framed(*text, self.pad, *self.around)
+        return tensors(ids, pictures.numpy(), whole[part], whole)
 
 
 def boxes(size: tuple[int, ...], drawn: np.ndarray, sides: np.ndarray) -> np.ndarray:

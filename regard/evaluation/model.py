@@ -27,7 +27,7 @@ from regard.files import TRAINED, json_object
 from regard.kernels.linear import half_is_fast
 from regard.layers import MLM, Answer, Classify
 from regard.machine import pick_device
-from regard.models import Model, Patches, Transformer
+from regard.models import Model, Painter, Patches, Transformer
 from regard.models.adapt import class_names
 from regard.models.transformer import mean_real
 from regard.text import needed
@@ -212,6 +212,15 @@ def check_reads_text(model: Any) -> None:
         raise UsageError("this model reads images: regard generate MODEL picture.png")
 
 
+def draw(opened: Opened, texts: Sequence[str]) -> Tensor:
+    """The pictures (n c h w) that a painter draws of texts, about -1 for black and 1 for white."""
+    rows = [row for row in Rows(opened, "error")(texts) if row is not None]
+    if len(rows) < len(texts) or not rows:
+        raise UsageError("there is no text to draw; give some words")
+    with torch.inference_mode():
+        return opened.model(*padded(rows, next(opened.model.parameters()).device)).float().cpu()
+
+
 # --- labels ---------------------------------------------------------------------------------------
 
 
@@ -349,7 +358,7 @@ def embedded(
     if pooling == "auto" and isinstance(model, Transformer):
         vectors = model.pool(ids, lengths)
     else:
-        read = model.reads_source
+        read = model.reads_source or isinstance(model, Painter)
         states = model.encode(ids, lengths)[0] if read else model.hidden(ids, lengths)
         vectors = states[:, 0] if pooling == "cls" else mean_real(states, lengths)
     vectors = vectors.float()

@@ -41,7 +41,7 @@ from regard.evaluation.model import Embedder, Opened
 from regard.fast.cpu import Prepared, prepare
 from regard.layers import LM, MLM, Answer, Classify, Tag
 from regard.machine import pick_device
-from regard.models import Model
+from regard.models import Model, Painter
 from regard.models.adapt import class_names
 from regard.text import needed
 from regard.training import measure as measuring
@@ -162,6 +162,8 @@ def task_of(model: Model) -> str:
     pictures = opening.patches_of(model) is not None
     if model.reads_source:
         return "caption" if pictures else "seq2seq"
+    if isinstance(model, Painter):
+        return "draw"
     if isinstance(head, Classify):
         return "image" if pictures else "classify"
     if head is None:
@@ -259,7 +261,7 @@ class Judge:
     def _measured(self, feed: Feed, names: Sequence[str]) -> Measured:
         # Without label smoothing perplexity needs no pass of its own.
         asked = [*dict.fromkeys("loss" if name == "perplexity" else name for name in names)]
-        hidden = self.quantized and self.task not in measuring.LABELLED
+        hidden = self.quantized and self.task not in measuring.CALLED
         loss = by_logits if hidden else TASKS[self.task].objective
         given: Any = (self.model, self.task, feed, self.tokenizer, loss, asked)
         result = measure(*given, classes=self.classes, samples=0)
@@ -323,7 +325,7 @@ class Judge:
     def _check(self, source: Source, columns: dict[str, Column], c: Coder, longest: int) -> None:
         """Name the first example that is too long."""
         ends = len(c.before) + len(c.after)
-        more = {"ids": ends, "source": ends, "target": 1}
+        more = {"ids": ends, "source": ends, "target": ends if self.task == "draw" else 1}
         if all((x.lengths + more[n]).max() <= longest for n, x in columns.items() if n in more):
             return
         used = text_roles(self.task, self.data)

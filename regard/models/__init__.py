@@ -2,6 +2,7 @@
 
 from regard.models.base import Model
 from regard.models.embedding import Patches, Tokens
+from regard.models.painter import Canvas, Painter, PainterConfig
 from regard.models.recurrent import Recurrent, RecurrentConfig, Seq2Seq, Seq2SeqConfig
 from regard.models.transformer import (
     EncoderDecoder,
@@ -13,11 +14,12 @@ from regard.models.transformer import (
 CONFIGS: dict[str, type] = {
     "transformer": TransformerConfig,
     "encoder_decoder": EncoderDecoderConfig,
+    "painter": PainterConfig,
     "recurrent": RecurrentConfig,
     "recurrent_seq2seq": Seq2SeqConfig,
 }
 
 __all__ = [
-    "CONFIGS", "EncoderDecoder", "EncoderDecoderConfig", "Model", "Patches", "Recurrent", "RecurrentConfig",
-    "Seq2Seq", "Seq2SeqConfig", "Tokens", "Transformer", "TransformerConfig",
+    "CONFIGS", "Canvas", "EncoderDecoder", "EncoderDecoderConfig", "Model", "Painter", "PainterConfig", "Patches",
+    "Recurrent", "RecurrentConfig", "Seq2Seq", "Seq2SeqConfig", "Tokens", "Transformer", "TransformerConfig",
 ]  # fmt: skip

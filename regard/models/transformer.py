@@ -41,7 +41,8 @@ def embed(
 
 @settings
 class TransformerConfig:
-    """Decoder-only (tower.causal) or encoder-only, on tokens or image patches."""
+    """Decoder-only (tower.causal) or encoder-only, on tokens or image patches. With `tower.cross` it attends to a
+    memory too: features (b s m) of whatever made them, which are given with each call."""
 
     embedding: Tokens | Patches  # what is read: tokens or patches
     tower: Tower  # the blocks
@@ -49,13 +50,6 @@ class TransformerConfig:
     pooler: str | None = None  # activation of a dense layer on the first token (BERT's)
     max_len: Count | None = None  # the longest input
     kind: str = "transformer"
-
-    def __post_init__(self) -> None:
-        if self.tower.cross is not None:
-            raise UsageError(
-                "tower.cross attends to an encoder, and a model of one tower has none; leave it out, or build an "
-                'encoder-decoder, such as regard.build("vaswani-base"), whose decoder has it'
-            )
 
     def make(self) -> Transformer:
         return Transformer(self)
@@ -89,20 +83,41 @@ class Transformer(Model):
 
     def hidden(
         self, ids: Tensor, lengths: Lengths = None, *, types: Tensor | None = None, cache: Cache | None = None,
-        mask: Mask | None = None, probe: Any = None, backend: str = "sdpa"
+        mask: Mask | None = None, probe: Any = None, backend: str = "sdpa",
+        memory: Tensor | None = None, memory_lengths: Lengths = None
     ) -> Tensor:  # fmt: skip
-        """The tower's last hidden states (b t m). `mask` replaces the tower's own (documents, prefix, ...)."""
+        """The tower's last hidden states (b t m). `mask` replaces the tower's own (documents, prefix, ...). `memory`
+        (b s m), of which `memory_lengths` are real, is what `tower.cross` attends to."""
         c = self.config
         check_backend(backend)
         images = isinstance(self.embedding, PatchEmbedding)
         if images and not (lengths is None and types is None and cache is None):
             raise UsageError("an image has no lengths, types or cache; call model(images)")
-        if cache is not None and not c.tower.causal:
-            raise UsageError("an encoder sees both ways: it cannot run with a cache; leave it out")
+        if cache is not None and not self.decodes:
+            why = "sees both ways" if c.tower.cross is None else "reads a memory, which is not kept"
+            raise UsageError(f"this model {why}: it cannot run with a cache; leave it out")
         x, pos = embed(self.embedding, ids, lengths, c.max_len, types=types, cache=cache, mask=mask)
         probe = self.probe_of(ids, probe)
         ctx = Context(pos, mask or c.tower.mask, probe=probe, backend=backend)
-        return self.tower(x, ctx, caches=(cache, None))
+        cross = self._crossed(ctx, x, memory, memory_lengths)
+        return self.tower(x, ctx, cross, caches=(cache, None))
+
+    def _crossed(
+        self, ctx: Context, x: Tensor, memory: Tensor | None, lengths: Lengths
+    ) -> Context | None:
+        """The context of cross-attention, or None where the tower has none."""
+        c = self.config.tower
+        if c.cross is None:
+            if memory is not None:
+                raise UsageError("this model has no cross-attention; leave memory out")
+            return None
+        want = f"({len(x)}, s, {c.memory_dim or c.dim})"
+        given = () if memory is None else tuple(memory.shape)
+        if memory is None or (len(given), *given[::2]) != (3, len(x), c.memory_dim or c.dim):
+            how = f"this model attends to one of shape {want}: model(ids, memory=features)"
+            raise UsageError(f"the memory is {given or None}; {how}")
+        pos = positions(memory, lengths, None)
+        return replace(ctx, mask=Full(), memory=memory.to(x.dtype), memory_pos=pos, memo={})
 
     def pool(self, ids: Tensor, lengths: Lengths = None, *, types: Tensor | None = None) -> Tensor:
         """One vector per row (b m): the pooler's, or the mean of the real tokens where the model has none."""
@@ -113,7 +128,7 @@ class Transformer(Model):
 
     @property
     def decodes(self) -> bool:
-        return self.config.tower.causal
+        return self.config.tower.causal and self.config.tower.cross is None
 
 
 def mean_real(h: Tensor, lengths: Lengths) -> Tensor:

@@ -21,6 +21,7 @@ MAKERS: dict[str, Callable[[Path], str]] = {
     "pydoc": corpora.make_pydoc,
     "digits": corpora.make_digits,
     "captions": corpora.make_captions,
+    "drawings": corpora.make_drawings,
     "verses": corpora.make_pairs,
     "parts": corpora.make_parts,
     "sums": corpora.make_sums,
@@ -28,7 +29,7 @@ MAKERS: dict[str, Callable[[Path], str]] = {
 NAMES = (
     *("dates", "dates-gru", "gpt-pydoc", "vit-digits", "kjv", "bert-pretrain", "bert-finetune"),
     *("t5-pretrain", "bart-pretrain", "dsa-base", "dsa-warmup", "dsa-sparse", "captions"),
-    *("chat", "prefer"),
+    *("chat", "prefer", "digits-from-text"),
 )
 
 

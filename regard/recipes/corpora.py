@@ -133,6 +133,22 @@ def make_captions(folder: Path) -> str:
     return f"{about}, each with a caption"
 
 
+def make_drawings(folder: Path) -> str:
+    """The same pictures, y (n) being what asks for each, such as "a bold seven" (the half of a digit's pictures that
+    has more ink) or "a thin seven"; what was made."""
+    about = make_digits(folder)
+    for path in folder.glob("*.npz"):
+        data = np.load(path)
+        ink, texts = data["x"].mean((1, 2)), np.empty(len(data["y"]), "<U16")
+        for digit, name in enumerate(DIGITS):
+            here = np.flatnonzero(data["y"] == digit)
+            halves = np.array_split(here[ink[here].argsort(kind="stable")], 2)
+            for kind, half in zip(("thin", "bold"), halves, strict=True):
+                texts[half] = f"a {kind} {name}"
+        np.savez(path, x=data["x"], y=texts)
+    return f"{about}, each with a text that asks for it"
+
+
 def make_pydoc(folder: Path, share: int = 10) -> str:
     """English prose that every Python carries, the texts of help("topic"): train.txt, and valid.txt
     with topics that are one part in `share` of all text; what was made. Topics repeat each other; a

@@ -231,17 +231,24 @@ def heat(
     *,
     rows: Sequence[str] = (),
     across: Sequence[str] = (),
+    most: float | None = None,
 ) -> str:
     """An attention map. With names of the rows and of the columns (`across`) it is a picture to
-    read, without them a thumbnail."""
+    read, without them a thumbnail. `most`: the value that is darkest; none: the largest there is."""
     values = np.array(weights, float)
     cell = 20
     tall, wide = values.shape
     side, head = ([clip(visible(name), 14) for name in names] for names in (rows, across))
     left, top = (14 + LETTER * max(map(columns, x)) if x else 0.0 for x in (side, head))
     size = (cell * wide, cell * tall) if rows else (96.0, 96.0 * min(tall / wide, 1.5))
-    images = {scheme: image(values, scheme) for scheme in ("light", "dark")}
+    images = {scheme: image(values, scheme, most) for scheme in ("light", "dark")}
     return _draw("heat", title, cell, left, top, *size, images, side, head)
+
+
+def shades(pixels: Sequence[Sequence[int]], title: str) -> str:
+    """A picture of bytes as a thumbnail; what is bright is ink."""
+    # Maps take roots, and what is 0 is masked in them.
+    return heat(np.square((np.array(pixels, float) + 1) / 256), title, most=1.0)
 
 
 # --- numbers of an axis ---------------------------------------------------------------------------

@@ -15,10 +15,11 @@ from regard.checkpoint import load
 from regard.decode.generate import tokenizer_of
 from regard.errors import UsageError
 from regard.machine import size
-from regard.report.folder import Run, Summary, is_best, smooth, summary
-from regard.report.page import Block, Figure, Series, heat, lines
+from regard.models import PainterConfig
+from regard.report.folder import Event, Run, Summary, is_best, smooth, summary
+from regard.report.page import Block, Figure, Series, heat, lines, shades
 from regard.see.format import clip, number, short, span, visible
-from regard.see.look import Given, names, trace, writing
+from regard.see.look import Given, drawing, names, trace, writing
 from regard.text import needed
 from regard.training.config import toml
 from regard.training.measure import context_of
@@ -26,6 +27,8 @@ from regard.training.run import launched
 
 # At most so many evaluations, sources of samples, steps of each, and points of a curve's table.
 ROWS, SOURCES, MOMENTS, POINTS = 40, 5, 6, 11
+# Steps at which the pictures of a source are shown.
+STAGES = 4
 # At most so many tokens of a map, tokens of a large one, maps of a page, heads of a layer.
 LONGEST, LARGE, MOST, HEADS = 48, 24, 96, 12
 # Tasks whose samples go on where the prompt ends.
@@ -85,6 +88,8 @@ def _look(run: Run) -> tuple[list[Map], str]:
     if not (ids := tokenizer.encode(source)[:longest]):
         raise UsageError("the last sample has no tokens to read")
     given = Given(torch.tensor([ids]), names(tokenizer, ids))
+    if isinstance(model.config, PainterConfig):
+        given = drawing(model.config, given)
     if model.reads_source:
         written = tokenizer.encode_target(text, special=False)[:longest]
         if not written:
@@ -255,6 +260,10 @@ def _evaluations(run: Run, best: int | None) -> Iterator[Block]:
 def _samples(run: Run) -> Iterator[Block]:
     if not run.samples:
         yield Block("text", "The run kept no samples.")
+    drawn = [s for s in run.samples if s.get("pictures")]
+    if drawn:
+        yield from _pictures(drawn)
+        return
     sources = list(dict.fromkeys(s["source"] for s in run.samples))
     for source in sources[:SOURCES]:
         samples = [s for s in run.samples if s["source"] == source]
@@ -267,6 +276,22 @@ def _samples(run: Run) -> Iterator[Block]:
         yield Block("text", f"{SOURCES} of {len(sources)} sources are shown.")
 
 
+def _pictures(samples: Sequence[Event]) -> Iterator[Block]:
+    """What was drawn of each source at some steps, and at the end all of its pictures."""
+    for source in dict.fromkeys(s["source"] for s in samples):
+        each = [s for s in samples if s["source"] == source]
+        chosen = [each[i] for i in _spaced(len(each), STAGES)]
+        figures = []
+        for s in chosen:
+            # The first of its pictures is the answer; the others are the same at every step.
+            (_, answer), *others = s["pictures"].items()
+            title = f"step {s['step']}: {s['text']}"
+            figures.append(Figure(shades(answer, title), title))
+        figures += [Figure(shades(pixels, name), name) for name, pixels in others]
+        yield Block("text", f"from: {clip(visible(source), 300)}")
+        yield Block("thumbnails", figures=figures)
+
+
 def _attention(maps: Sequence[Map], note: str) -> Iterator[Block]:
     if note or not maps:
         yield Block("text", note or "No attention was looked at.")
@@ -275,7 +300,7 @@ def _attention(maps: Sequence[Map], note: str) -> Iterator[Block]:
     last = [m for m in maps if m.site == maps[-1].site]
     mean = np.mean([m.weights for m in last], 0)[:LARGE, :LARGE]
     title = f"{maps[-1].site}, mean of {len(last)} heads: rows look at columns"
-    names = {"rows": last[0].queries[:LARGE], "across": last[0].keys[:LARGE]}
+    names: Any = {"rows": last[0].queries[:LARGE], "across": last[0].keys[:LARGE]}
     yield Block("figures", figures=[Figure(heat(mean, title, **names), title)])
     captions = [f"{m.site}, head {m.head}: most {_strongest(m)}" for m in maps]
     figures = [Figure(heat(m.weights, caption), caption) for m, caption in zip(maps, captions)]

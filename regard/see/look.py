@@ -22,10 +22,10 @@ from torch import Tensor
 
 from regard.attention import DSA, GQA, MLA, DeltaRule
 from regard.block import Tower
-from regard.data.read import Pictures
+from regard.data.pictures import Pictures, load_arrays
 from regard.decode.generate import GREEDY, default_length, generate, special_of
 from regard.errors import DATA, UsageError, blaming
-from regard.models import Patches
+from regard.models import Canvas, PainterConfig, Patches
 from regard.models.embedding import context
 from regard.see.probe import Probe, number_of
 from regard.text import Tokenizer, needed
@@ -136,7 +136,8 @@ class Panel:
 @dataclass(frozen=True)
 class Given:
     """What a model reads, (1 t) or an image (1 c h w), with the tokens' names: `fed` to the one
-    tower or the decoder, `source` to the encoder, `written` at each place of the decoder."""
+    tower or the decoder, `source` to the encoder or in the `memory` (1 s m), `written` at each
+    place of the decoder."""
 
     ids: Tensor
     fed: list[str]
@@ -144,6 +145,7 @@ class Given:
     source: list[str] = field(default_factory=list)
     written: list[str] = field(default_factory=list)
     picture: Picture | None = None
+    memory: Tensor | None = None
 
 
 # --- what a model reads ---------------------------------------------------------------------------
@@ -157,13 +159,15 @@ def look(
     *,
     image: str | None = None,
     target: str | None = None,
+    memory: str | None = None,
     layer: int | None = None,
     head: int | None = None,
     precision: str = "fp32",
     compared: bool = False,
 ) -> Panel:
     """A model's attention to the text or the picture; `target` is what an encoder-decoder writes,
-    by default what it writes by itself. `layer` and `head` are shown first. `compared`: another
+    by default what it writes by itself; `memory` is the npy file of the features (s m) that a model
+    of one tower attends to, if it has cross-attention. `layer` and `head` are shown first. `compared`: another
     model reads the same."""
     first = getattr(model.config, "source" if model.reads_source else "embedding", None)
     sees = isinstance(first, Patches)
@@ -171,7 +175,11 @@ def look(
     kind = "pictures" if sees else "text"
     alike = "give --compare two models that read the same"
     aligns = f"--target asks how words align, and {name} has no cross-attention"
+    tower: Any = getattr(model.config, "tower", None)
+    remembers = tower is not None and tower.cross is not None
     wrong = (
+        (remembers and not memory, f"{name} attends to a memory; give one: --memory FILE.npy"),
+        (memory and not remembers, f"{name} has no memory to attend to; leave --memory out"),
         (target is not None and not model.reads_source, f"{aligns}; leave --target out"),
         (compared and sees != shown and (shown or text), f"{name} reads {kind}; {alike}"),
         (sees and not shown, f"{name} reads pictures; give one: --image FILE"),
@@ -186,6 +194,8 @@ def look(
         if holds:
             raise UsageError(message)
     given = _given(model, tokenizer, first, text, image, target)
+    if memory is not None:
+        given = remembering(given, Path(memory), tower.memory_dim or tower.dim)
     views = trace(model, given, layer, head)
     count = f"{len(given.fed)} tokens"
     if given.source_ids is not None:
@@ -211,6 +221,8 @@ def _given(
     else:
         ids = fits(needed(tokenizer).encode(text), model.config, first, "the text")
         given = Given(torch.tensor([ids], device=device), names(tokenizer, ids))
+    if isinstance(model.config, PainterConfig):
+        return drawing(model.config, given)
     if not model.reads_source:
         return given
     if target is not None:
@@ -223,6 +235,24 @@ def _given(
             raise UsageError("the model wrote nothing; give what it should write: --target TEXT")
     written = fits(written, model.config, getattr(model.config, "target", None), "the target")
     return writing(model, tokenizer, given, written)
+
+
+def remembering(given: Given, path: Path, width: int) -> Given:
+    """The same with the features (s width) of an npy file as memory."""
+    with blaming(DATA):
+        features = load_arrays(path)
+    if not isinstance(features, np.ndarray) or features.shape[1:] != (width,) or not len(features):
+        held = getattr(features, "shape", "several arrays")
+        raise UsageError(f"{path} must hold features of shape (s, {width}), it holds {held}")
+    memory = torch.from_numpy(features.astype(np.float32))[None].to(given.ids.device)
+    names = [str(i) for i in range(len(features))]
+    return replace(given, source=names, written=given.fed, memory=memory)
+
+
+def drawing(config: PainterConfig, given: Given) -> Given:
+    """What a painter's patches attend to: each other, and the text."""
+    squares = patches(config.canvas)
+    return replace(given, fed=squares, source=given.fed, written=squares)
 
 
 def writing(model: Any, tokenizer: Tokenizer | None, source: Given, written: list[int]) -> Given:
@@ -278,10 +308,11 @@ def named(tokenizer: Tokenizer, index: int) -> str:
     return (before or dropped).translate(MARKS) + bare + after.translate(MARKS)
 
 
-def patches(wanted: Patches) -> list[str]:
+def patches(wanted: Patches | Canvas) -> list[str]:
     """Names of the tokens of an image: the class token, then patches by row and column from 1."""
     side = wanted.size // wanted.patch
-    extra = ["class", "distil", *(f"extra {i}" for i in range(2, wanted.extra))][: wanted.extra]
+    count = wanted.extra if isinstance(wanted, Patches) else 0
+    extra = ["class", "distil", *(f"extra {i}" for i in range(2, count))][:count]
     return extra + [f"{i + 1},{j + 1}" for i in range(side) for j in range(side)]
 
 
@@ -300,7 +331,7 @@ def mechanisms(config: Any) -> dict[str, str]:
     towers = {name: tower for name, tower in parts.items() if isinstance(tower, Tower)}
     kinds = {name: map(_kind, tower.each("attention")) for name, tower in towers.items()}
     names = {name: " and ".join(dict.fromkeys(each)) for name, each in kinds.items()}
-    cross = getattr(towers.get("decoder"), "cross", None)
+    cross = getattr(towers.get("decoder", towers.get("tower")), "cross", None)
     return names | {"self": names.get("tower", ""), "cross": _kind(cross) if cross else ""}
 
 
@@ -391,6 +422,7 @@ def exact(
 def watched(model: Any, given: Given, probe: P) -> P:
     """The probe after one forward, without logits: no map needs them, and they are large."""
     more = {} if given.source_ids is None else {"source": given.source_ids}
+    more |= {} if given.memory is None else {"memory": given.memory}
     model.hidden(given.ids, probe=probe, **more)
     return probe
 

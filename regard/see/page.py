@@ -266,10 +266,10 @@ def levels(values: np.ndarray, most: float | None = None, signed: bool = False) 
     return np.where(seen, 1 + np.rint(254 * np.clip(place, 0, 1)), 0).astype(np.uint8)
 
 
-def image(values: np.ndarray, scheme: str) -> str:
+def image(values: np.ndarray, scheme: str, most: float | None = None) -> str:
     """A map as the data address of a PNG with one pixel for each value: thousands of them cost a
     browser nothing."""
-    rows = levels(values)
+    rows = levels(values, most)
     lines = np.pad(rows, ((0, 0), (1, 0))).tobytes()
     chunks = {
         b"IHDR": struct.pack(">IIBBBBB", rows.shape[1], rows.shape[0], 8, 3, 0, 0, 0),

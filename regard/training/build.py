@@ -23,7 +23,7 @@ from regard.data.config import CHATS, Data, Loaded, text_roles
 from regard.data.config import load as load_data
 from regard.data.corrupt import Marks
 from regard.data.feed import Feed, Objective, TextFeed
-from regard.data.image_feed import CaptionFeed, ImageFeed
+from regard.data.image_feed import CaptionFeed, DrawingFeed, ImageFeed
 from regard.data.read import LongText, Text, records, wording
 from regard.data.tokens import Coder, shown
 from regard.data.train_tokenizer import train_tokenizer, write_files
@@ -31,7 +31,7 @@ from regard.errors import DATA, Fault, UsageError, blaming, notice
 from regard.fast import train as fast
 from regard.files import TRAINED, read_files
 from regard.layers import LM, MLM, Classify, Tag
-from regard.models import Patches
+from regard.models import Painter, Patches
 from regard.models.adapt import class_names, labels, with_head, with_labels, without_dropout
 from regard.presets import PRESETS, build
 from regard.text import CHATML, Tokenizer, needed, special_ids
@@ -405,6 +405,8 @@ def kind_of(model: Any) -> str:
     reads = [getattr(model.config, name) for name in model.towers.values()]
     if reads and isinstance(reads[0], Patches):
         return "captioner" if model.reads_source else "model of pictures"
+    if isinstance(model, Painter):
+        return "painter"
     if model.reads_source:
         return "encoder-decoder"
     if not model.towers:
@@ -424,8 +426,8 @@ def check_suits(task: str, model: Any, coder: Coder | None, trained: bool = True
             f"{row.presets}, or another task"
         )
     sparse_layers(model, needed=row.indexed)
-    # Models without towers are language models, and have no other head.
-    worded = isinstance(head, LM | MLM) or not model.towers
+    # Models without towers are language models, and have no other head; what draws has its own.
+    worded = isinstance(head, LM | MLM) or not model.towers or isinstance(model, Painter)
     if row.head is None and not worded:
         what = "no head" if head is None else f"a head of another kind ({head.kind})"
         raise UsageError(
@@ -453,10 +455,12 @@ def check_fits(model: Any, loaded: Loaded, data: Data) -> None:
     c, feed = model.config, loaded.feed
     if isinstance(feed, ImageFeed):
         shape = feed.pictures.values.shape[1:]
-        want = c.source if isinstance(feed, CaptionFeed) else c.embedding
+        drawn = isinstance(feed, DrawingFeed)
+        want = c.canvas if drawn else c.source if isinstance(feed, CaptionFeed) else c.embedding
         if shape != (want.size, want.size, want.channels):
             raise UsageError(
-                f"the pictures are {' x '.join(map(str, shape))}, the model reads {want.size} x {want.size} x "
+                f"the pictures are {' x '.join(map(str, shape))}, the model "
+                f"{'draws' if drawn else 'reads'} {want.size} x {want.size} x "
                 f"{want.channels}; say other size and channels in [model], or scale them by data.size"
             )
     packed = isinstance(feed, TextFeed) and feed.pack == "documents"
@@ -470,7 +474,7 @@ def check_fits(model: Any, loaded: Loaded, data: Data) -> None:
         if limit is not None and limit > most:
             what = f"data.length = {limit}, but the model's context is {most} tokens"
             raise UsageError(f"{what}; say data.length = {most}, or a larger max-len in [model]")
-        if isinstance(feed, CaptionFeed):
+        if isinstance(feed, ImageFeed):
             why = f"a caption has {size:,} tokens, the model's context is {most:,}"
             raise UsageError(f"{why}; shorten it, or say a larger max-len in [model]")
         raise UsageError(

@@ -35,13 +35,16 @@ from regard.training.tasks import ROUGE, TASKS, Task
 
 # Kinds of data whose answers are labels, and whose answers are texts.
 LABELLED, WRITING = ("classify", "image", "tag", "answer"), ("seq2seq", "caption")
+# Kinds whose answers, labels or pictures, one call of the model gives.
+CALLED = (*LABELLED, "draw")
+DRAWINGS = 12  # texts whose drawings are shown
 ROWS = {"cpu": 64, "cuda": 256}  # sources that are decoded at once
 PROMPT, NEW, TEMPERATURE = 16, 48, 0.8  # of the samples of a language model
-Sample = dict[str, str]
+Sample = dict[str, Any]
 Span = tuple[int, int]  # first and last token
 # Metrics, and whether more of it is better. f1 is macro_f1, span_f1 or overlap_f1.
 METRICS = {"loss": False, "perplexity": False} | dict.fromkeys(
-    ("bleu", "bleu_lc", "chrf", *ROUGE, "exact", "accuracy", "f1", "sts", *REWARDS), True
+    ("bleu", "bleu_lc", "chrf", *ROUGE, "exact", "accuracy", "f1", "nearest", "sts", *REWARDS), True
 )
 METRICS["reward_rejected"] = False
 TEXTUAL = ("bleu", "bleu_lc", "chrf")  # those of sacreBLEU; bleu_lc takes A and a for the same
@@ -50,7 +53,7 @@ TEXTUAL = ("bleu", "bleu_lc", "chrf")  # those of sacreBLEU; bleu_lc takes A and
 @dataclass(frozen=True)
 class Measured:
     """Values by the name of the metric, signatures of those that have several definitions, and some answers: what was
-    given (source), said (text) and expected (reference; a language model's samples have none)."""
+    given (source), said (text) and expected (reference; a language model's samples have none); `pictures` by name."""
 
     values: dict[str, float] = field(default_factory=dict)
     signatures: dict[str, str] = field(default_factory=dict)
@@ -95,6 +98,10 @@ def measure(
                 _labelled(taken, i, tokenizer, classes) for i in spread(len(taken.read), samples)
             ]
             values, signatures = label_scores(row.reads, taken.predicted, taken.wanted, classes)
+        elif row.reads == "draw":
+            drawings = Drawings(taken)
+            values, signatures = {"nearest": drawings.nearest}, {}
+            shown = drawings.samples(tokenizer, DRAWINGS if samples else 0)
         else:
             texts = _said(model, taken, tokenizer, None if textual else samples, between)
             shown = [texts[i] for i in spread(len(texts), samples)]
@@ -128,7 +135,7 @@ def _read(
             for loss, total in totals.items():
                 part, count = loss(heard, batch)
                 total[:] = total[0] + float(part), total[1] + int(count)
-            logits = label_logits(heard, batch) if taken.task.reads in LABELLED else None
+            logits = label_logits(heard, batch) if taken.task.reads in CALLED else None
         taken.add(given, logits)
     if not taken.batches:
         raise UsageError("nothing is held out to be measured; name valid files, or held = 0.1")
@@ -162,8 +169,8 @@ class Heard:
 
 class Taken:
     """What stays of the batches. Of labelled examples `predicted` and `wanted` labels, and what was `read` of some, by
-    their number; of others `pairs` (source or picture, target) or (beginning of a text, nothing). `few`: that
-    many of each batch are enough to show."""
+    their number; of drawings `predicted` and `wanted` pictures, and what was `read` of all; of others `pairs` (source
+    or picture, target) or (beginning of a text, nothing). `few`: that many of each batch are enough to show."""
 
     def __init__(self, task: Task, few: int | None):
         self.task, self.few = task, few
@@ -176,7 +183,12 @@ class Taken:
     def add(self, batch: Batch, logits: Tensor | None) -> None:
         self.batches += 1
         rows = range(len(batch.ids))
-        if logits is not None:
+        if logits is not None and self.task.reads == "draw":
+            self.predicted += logits.float().cpu()
+            self.wanted += batch.labels
+            lengths = batch.lengths
+            self.read += [(i, _real(batch.ids, lengths, i)) for i in rows]
+        elif logits is not None:
             self._label(batch, logits.float().cpu())
         elif batch.source is not None and (batch.source.dim() == 2 or self.few is None):
             for i in rows[: self.few]:
@@ -319,6 +331,44 @@ def _labelled(taken: Taken, k: int, tokenizer: Tokenizer | None, classes: Sequen
     source = tokenizer.decode(ids) if tokenizer and ids else f"example {number + 1}"
     predicted, true = taken.predicted[number], taken.wanted[number]
     return {"source": source, "text": text(predicted), "reference": text(true)}
+
+
+class Drawings:
+    """What was drawn of texts, (n c h w), beside the mean of all pictures that each text has in the data."""
+
+    def __init__(self, taken: Taken):
+        self.texts = [tuple(ids) for _, ids in taken.read]
+        self.drawn, wanted = torch.stack(taken.predicted), torch.stack(taken.wanted)
+        self.known = [*dict.fromkeys(self.texts)]
+        number = {text: i for i, text in enumerate(self.known)}
+        self.asked = torch.tensor([number[text] for text in self.texts])
+        self.means = torch.stack([wanted[self.asked == i].mean(0) for i in range(len(self.known))])
+        away = [(self.means - x).square().flatten(1).sum(1) for x in self.drawn]
+        self.found = torch.stack(away).argmin(1)
+
+    @property
+    def nearest(self) -> float:
+        """The share of drawings that are nearer to the mean of their text's pictures than to that of any other text."""
+        return float((self.found == self.asked).double().mean())
+
+    def samples(self, tokenizer: Tokenizer | None, few: int) -> list[Sample]:
+        """Of some texts the drawing and the mean, in shades of grey; `text`: the one that the drawing is nearest to."""
+        shown: list[Sample] = []
+        for i in spread(len(self.known), few):
+            first = self.texts.index(self.known[i])
+            ids = (self.known[i], self.known[int(self.found[first])])
+            asked, found = (needed(tokenizer).decode([*each]) for each in ids)
+            pictures = {
+                "drawn": grey(self.drawn[first]),
+                "mean of such pictures": grey(self.means[i]),
+            }
+            shown.append({"source": asked, "text": found, "reference": asked, "pictures": pictures})
+        return shown
+
+
+def grey(picture: Tensor) -> list[list[int]]:
+    """(c h w) from -1, black, to 1, white, as bytes (h w)."""
+    return ((picture.mean(0) + 1) * 127.5).round().clamp(0, 255).int().tolist()
 
 
 # --- metrics --------------------------------------------------------------------------------------

@@ -242,6 +242,14 @@ def label_logits(model: Any, batch: Batch) -> Tensor:
     return model(batch.ids, batch.lengths, types=batch.types)
 
 
+def draw(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """sum over pixels of (drawn - wanted)^2, and how many they are: the best drawing is the mean of all pictures that
+    a text may mean.   labels (b c h w)"""
+    counted = batch.labels != IGNORE
+    error = at_least_float32(model(batch.ids, batch.lengths)) - batch.labels
+    return (error.square() * counted).sum(), counted.sum()
+
+
 def padding(x: Tensor, lengths: Tensor) -> Tensor:
     """Which tokens (b t) of x (b t ...) stand behind the real ones."""
     return torch.arange(x.shape[1], device=x.device) >= lengths[:, None]

@@ -263,7 +263,7 @@ def job_of(config: RunConfig, model: Any, step: Pass, learned: float) -> Job:
 def drawn(feed: Feed, model: Any, device: str, batches: int = 4) -> tuple[Pass, float]:
     """The largest of a feed's first batches, and the share of its tokens that have a label."""
     # Padding then stands behind all that could see it.
-    causal = not model.reads_source and bool(model.towers) and model.config.tower.causal
+    causal = not model.reads_source and bool(model.towers) and model.decodes
     passes = []
     for k in range(min(batches, feed.epoch)):
         batch = feed.batch(k)
@@ -413,7 +413,10 @@ def imagined(config: RunConfig, model: Any, facts: Survey, tokens: tuple[float, 
     batching, classes = data.batching(config.train.seed), max(facts.classes, 1)
     coder: Any = SimpleNamespace(pad=0, before=(), after=(), start=0, end=1, divider=None)
     if reads in PICTURED:
-        e, n = getattr(model.config, next(iter(model.towers.values()))), data.rows or 1
+        e, n = (
+            getattr(model.config, [*model.towers.values()][-1 if reads == "draw" else 0]),
+            data.rows or 1,
+        )
         pixels = draw.integers(0, 256, (n, e.size, e.size, e.channels), np.uint8)
         columns = {"images": Column(pixels), "labels": Column(draw.integers(0, classes, n))}
         size = max(1, round(tokens[0])) if tokens else 1

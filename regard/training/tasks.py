@@ -57,6 +57,7 @@ _BERT = (("encoder",), "bert-base or roberta-base")
 _ANY = (("encoder", "decoder", "encoder-decoder"), "bert-base or gpt2")
 _PAIR = (("encoder-decoder",), "vaswani-base or t5-small")
 _VIT = (("model of pictures",), "vit-small or deit-small")
+_PAINTER = (("painter",), "painter")
 _DSA = (("decoder",), "deepseek-v3.2")
 # Settings that several rows have.
 _LM: dict[str, Any] = {"mask": objectives.causal_mask, "recipe": {"task": "lm"}, "packed": True}
@@ -94,6 +95,8 @@ TASKS: dict[str, Task] = {
     "answer": Task("answer", objectives.answer, *_ANY, **_SPAN, smoothed=False),
     "image": Task("image", objectives.classify, *_VIT, metrics=_CLASSES, head=Classify),
     "caption": Task("caption", objectives.seq2seq, ("captioner",), "captioner", **_SAID),
+    # The picture that a text asks for.
+    "draw": Task("draw", objectives.draw, *_PAINTER, metrics=("nearest", "loss"), smoothed=False),
     # The two stages of sparse attention's indexer.
     "dense_index": Task("lm", index_losses.dense_index, *_DSA, **{**_INDEX, **_WARM_UP}),
     "sparse_index": Task("lm", index_losses.sparse_index, *_DSA, **_INDEX),

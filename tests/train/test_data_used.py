@@ -52,6 +52,7 @@ READS = {  # task -> a file it reads, and the settings it uses
     "chat": ("a.jsonl", TEXTS | {"pack", "template"}),
     "prefer": ("a.jsonl", TEXTS | {"template"}),
     "caption": ("pictures", PICTURES - {"paste"} | BESIDE | {"columns"}),
+    "draw": ("pictures", PICTURES - {"paste"} | BESIDE | {"columns"}),
 }
 
 

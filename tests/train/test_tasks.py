@@ -15,13 +15,15 @@ from regard.block import Tower
 from regard.data.config import ROWED, Data, check_used
 from regard.data.corrupt import Infill, Marks, Spans
 from regard.data.feed import Base, Batch, Batching, Feed, LabelFeed, PairFeed, PreferFeed, TextFeed
-from regard.data.image_feed import CaptionFeed, ImageFeed
+from regard.data.image_feed import CaptionFeed, DrawingFeed, ImageFeed
 from regard.data.shards import Column
 from regard.errors import UsageError
 from regard.layers import LM, MLM, MLP
 from regard.mask import Span, Visible
 from regard.models import (
+    Canvas,
     EncoderDecoderConfig,
+    PainterConfig,
     Patches,
     Tokens,
     TransformerConfig,
@@ -72,6 +74,10 @@ def model_for(task: str, dropout: float = 0.0) -> Any:
         words = Tokens(VOCAB, Sinusoidal(64))
         parts = (Patches(8, 4, 1), towers[0], words, towers[1])
         return EncoderDecoderConfig(*parts, shared=False).make().double()
+    if kind == "painter":
+        towers = tower(GQA(2), False), tower(GQA(2), False, cross=GQA(2))
+        words = Tokens(VOCAB, Sinusoidal(64))
+        return PainterConfig(words, towers[0], Canvas(8, 4), towers[1]).make().double()
     if kind == "model of pictures":
         return TransformerConfig(Patches(8, 4, 1), tower(GQA(2), False), head).make().double()
     causal = kind == "decoder"
@@ -102,11 +108,15 @@ def plain_feed(task: str, pack: str, held: Base | None = None, seed: int = 0) ->
         return PreferFeed(*zip(map(Column.of, sides), said), batching, **more)
     if reads == "seq2seq":
         return PairFeed(column, Column.of(texts(seed + 1)), batching, start=2, end=3, **more)
-    if reads in ("image", "caption"):
+    if reads in ("image", "caption", "draw"):
         pictures = draw.integers(0, 256, (EXAMPLES, 8, 8, 1), np.uint8)
     if reads == "caption":
         numbers, more = Column(np.arange(EXAMPLES)), {**more, "texts": column, "start": 2, "end": 3}
         return CaptionFeed(Column(pictures), numbers, batching, **more)
+    if reads == "draw":
+        numbers, around = Column(np.arange(EXAMPLES)), ((2,), (3,))
+        more |= {"texts": column, "around": around}
+        return DrawingFeed(Column(pictures), numbers, batching, **more)
     if reads == "image":
         return ImageFeed(Column(pictures), Column(draw.integers(0, 3, EXAMPLES)), batching, **more)
     labels = Column(draw.integers(0, 3, EXAMPLES))
