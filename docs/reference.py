@@ -30,7 +30,7 @@ HOMES = {
         "regard.training.run", "regard.training.finetune", "regard.training.trainer", "regard.evaluation.run",
         "regard.evaluation.model",
     ),
-    "Look inside": ("regard.see.probe", "regard.labs.run"),
+    "Look inside": ("regard.see.look", "regard.see.probe", "regard.labs.run"),
     "Attention": ("regard.attention", "regard.block", "regard.moe", "regard.layers"),
     "Masks": ("regard.mask",),
     "Positions": ("regard.position",),

@@ -30,6 +30,7 @@ _HOME = {
     "regard.evaluation.model": "answer classify embed fill",
     "regard.labs.run": "lab",
     "regard.layers": "LM MLM MLP Answer Classify Norm Tag",
+    "regard.see.look": "look",
     "regard.see.probe": "Probe",
     "regard.mask": "Causal Documents Full Padding Prefix Span Visible Window",
     "regard.models": "EncoderDecoderConfig Model Patches RecurrentConfig Seq2SeqConfig Tokens TransformerConfig",

@@ -40,6 +40,7 @@ from regard.position import (
     Yarn,
 )
 from regard.presets import PRESETS, build
+from regard.see.look import look
 from regard.see.probe import Probe
 from regard.training.finetune import finetune
 from regard.training.run import RunConfig, train
@@ -120,6 +121,7 @@ __all__ = [
     "generate",
     "lab",
     "load",
+    "look",
     "prepare",
     "presets",
     "stream",

@@ -27,6 +27,7 @@ class Options:
     regard look MODEL "guten Morgen" --target "good morning"    an encoder-decoder, with this translation
     regard look MODEL --image cat.png                           a vision model
     regard look MODEL "the king" --compare OTHER                two models side by side
+    regard look MODEL "the king saw the king" --heads           every head in numbers, the sharpest first
     """
 
     model: cli.Folder
@@ -45,11 +46,17 @@ class Options:
     # a picture shows this layer alone, a page shows it first; of a long text its head is there in full
     layer: cli.Count = None
     head: cli.Count = None  # a picture shows this head alone, a page shows it first
+    # print every head in numbers: how far it reads, how sharply, how much of the token before, of the same token
+    # elsewhere, of the first token, of what came after the same token before; a page has the table too, to click on
+    heads: cli.Switch = False
+    # the column that --heads is sorted by, such as induction; layer: the model's own order; default: entropy
+    sort: Annotated[str | None, arg(metavar="COLUMN")] = None
     machine: cli.Machine = cli.Machine()
 
 
 def run(options: Options) -> int:
-    from regard.see.look import look
+    from regard.see.heads import as_text, checked_sort, ranked
+    from regard.see.look import panel
     from regard.see.page import page
 
     endings = f".html, or in {', '.join(PICTURES)}"
@@ -64,6 +71,9 @@ def run(options: Options) -> int:
         raise Fault(f"pictures need matplotlib: {what}", ENVIRONMENT)
     if options.image is not None and not Path(options.image).is_file():
         raise Fault(f"--image {options.image} is not a file; give a PNG or JPEG", DATA)
+    if options.sort is not None and not options.heads:
+        raise UsageError(f"--sort {options.sort} orders the table of heads; add --heads")
+    sort = checked_sort(options.sort or "entropy")
     text = cli.given_text(options.text or "")
     names = [options.model] if options.compare is None else [options.model, options.compare]
     asked = {
@@ -73,10 +83,16 @@ def run(options: Options) -> int:
     for folder, title in zip(names, titles(names)):
         opened = cli.open_model(folder, options.machine)
         how: Any = {"precision": opened.precision, "compared": options.compare is not None}
-        panels.append(look(opened.model, opened.tokenizer, title, text, **asked, **how))
+        panels.append(panel(opened.model, opened.tokenizer, title, text, **asked, **how))
+    for each in panels if options.heads else ():
+        print(f"{each.name}: {each.note}\n\n{as_text(ranked(each.heads, sort))}\n")
+        if each.without:
+            print(f"{each.without}\n")
     what = clip(visible(text), 80) if text else Path(options.image or "").name
     if not drawn:
-        write_whole(path, page(f"What is attended to in “{what}”", panels))
+        write_whole(
+            path, page(f"What is attended to in “{what}”", panels, sort if options.heads else "")
+        )
         print(path)
         return 0
     from regard.see.plots import pictures

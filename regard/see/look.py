@@ -1,10 +1,10 @@
 """What a model attends to while it reads a text or a picture, as data for a page or for pictures.
 
 A view is a kind of attention that shares its tokens: of one tower `self`, of two `encoder`,
-`decoder` and `cross`. The first forward pools each head as soon as it is there, so that memory is
-bounded by one head, and tells how large the maps are. Of a short text the next one takes every head
-in full, with the steps to its weights; of a longer text one head. Between short and long there is
-room for every weight: a pool is then one of them."""
+`decoder` and `cross`. The first forward measures each head as soon as it is there (see/heads.py),
+pools it, so that memory is bounded by a few heads, and tells how large the maps are. Of a short
+text the next one takes every head in full, with the steps to its weights; of a longer text one
+head. Between short and long there is room for every weight: a pool is then one of them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ from torch import Tensor
 
 from regard.attention import DSA, GQA, MLA, DeltaRule
 from regard.block import Tower
+from regard.checkpoint import load
 from regard.data.pictures import Pictures, load_arrays
-from regard.decode.generate import GREEDY, default_length, generate, special_of
+from regard.decode.generate import GREEDY, default_length, generate, special_of, tokenizer_of
 from regard.errors import DATA, UsageError, blaming
 from regard.models import Canvas, PainterConfig, Patches
 from regard.models.embedding import context
+from regard.see.heads import Head, Pair, Read, measured
 from regard.see.probe import Probe, number_of
 from regard.text import Tokenizer, needed
 
@@ -68,13 +70,15 @@ class Pooled:
 
 @dataclass(frozen=True)
 class Layer:
-    """`mean` of the heads, where they are pooled. The rest says how scores are made, where a head
-    is in full; `summed`: weights are 1, not shares of 1; `sparse`: each query chooses its keys."""
+    """`mean` of the heads, where they are pooled; `measures` of each, where it was measured. The
+    rest says how scores are made, where a head is in full; `summed`: weights are 1, not shares of
+    1; `sparse`: each query chooses its keys."""
 
     number: int
     site: str
     heads: Sequence[Full | Pooled]
     mean: Pooled | None = None
+    measures: Sequence[dict[str, float]] = ()
     scale: float = 1.0
     biased: bool = False
     capped: bool = False
@@ -121,16 +125,37 @@ class View:
             return cells
         return F.max_pool2d(cells[None], self.step, ceil_mode=True)[0]
 
+    def tokens(self, device: torch.device) -> Pair:
+        """What is known of the tokens of a map."""
+        places = None
+        if (picture := self.picture) is not None:
+            side = torch.arange(float(len(picture.pixels) // picture.patch), device=device)
+            patches, no_place = torch.cartesian_prod(side, side), (0, 0, picture.extra, 0)
+            places = F.pad(patches, no_place, value=math.nan)
+        return Pair(self.rows, self.columns, device, self.name == "cross", places)
+
 
 @dataclass(frozen=True)
 class Panel:
-    """A model's views on one input; `layer` and `head` are shown first."""
+    """A model's views on one input; `layer` and `head` are shown first. `without`: which layers have
+    no heads, and why."""
 
     name: str
     note: str
     views: Sequence[View]
     layer: int | None = None
     head: int | None = None
+    without: str = ""
+
+    @property
+    def heads(self) -> list[Head]:
+        """Every head with its measures, in the model's order."""
+        return [
+            Head(view.name, layer.number, i, measures)
+            for view in self.views
+            for layer in view.layers
+            for i, measures in enumerate(layer.measures)
+        ]
 
 
 @dataclass(frozen=True)
@@ -152,6 +177,26 @@ class Given:
 
 
 def look(
+    model: str | Path | Any,
+    text: str = "",
+    *,
+    image: str | None = None,
+    target: str | None = None,
+    layer: int | None = None,
+    head: int | None = None,
+) -> Panel:
+    """What a model attends to while it reads the text, or the picture of this file: its maps in
+    `views`, and every head in numbers in `heads`. `model` is a folder or a model; `target` is what an
+    encoder-decoder writes, by default what it writes by itself. Of a long text the maps are pooled,
+    but that of `layer` and `head`."""
+    loaded = load(model) if isinstance(model, (str, Path)) else model
+    name = Path(model).absolute().name if loaded is not model else type(model).__name__
+    asked: Any = {"image": image, "target": target, "layer": layer, "head": head}
+    asked["precision"] = str(next(loaded.parameters()).dtype).removeprefix("torch.")
+    return panel(loaded, tokenizer_of(loaded), name, text, **asked)
+
+
+def panel(
     model: Any,
     tokenizer: Tokenizer | None,
     name: str,
@@ -202,7 +247,8 @@ def look(
         count = f"{len(given.source)} source tokens, {len(given.fed)} target tokens"
     of = mechanisms(model.config)
     shapes = (shape(view, of.get(view.name, "")) for view in views)
-    return Panel(name, f"{count}, {precision}; {', '.join(shapes)}", views, layer, head)
+    note = f"{count}, {precision}; {', '.join(shapes)}"
+    return Panel(name, note, views, layer, head, headless(model.config, views))
 
 
 def _given(
@@ -335,6 +381,21 @@ def mechanisms(config: Any) -> dict[str, str]:
     return names | {"self": names.get("tower", ""), "cross": _kind(cross) if cross else ""}
 
 
+def headless(config: Any, views: Sequence[View]) -> str:
+    """The layers of the towers that no view shows, with what they are."""
+    told = []
+    for view in views:
+        tower = getattr(config, "tower" if view.name == "self" else view.name, None)
+        shown = {layer.number for layer in view.layers}
+        kinds = map(_kind, tower.each("attention")) if isinstance(tower, Tower) else ()
+        lost = {number: kind for number, kind in enumerate(kinds) if number not in shown}
+        if lost:
+            each = "layer" if len(lost) == 1 else "layers"
+            what = " and ".join(dict.fromkeys(lost.values()))
+            told.append(f"{each} {listed(list(lost))} of {view.title.lower()}: no heads ({what})")
+    return "; ".join(told)
+
+
 # What a view says of a mechanism, where the name of its kind says too little.
 SAID: dict[type, Callable[[Any], str]] = {
     GQA: lambda a: {1: "mqa", a.heads: "mha"}.get(a.groups, f"gqa, {a.groups} key heads"),
@@ -363,12 +424,21 @@ def trace(
     def run(probe: P) -> P:
         return watched(model, given, probe)
 
-    pools = run(Pools(SIDE))
+    tokens: dict[str, Pair] = {}
+
+    def measure(site: str, a: Tensor) -> dict[str, float]:
+        if site not in tokens:
+            # Of one place alone, since they are as large as a map.
+            tokens.clear()
+            tokens[site] = _view_of(given, site, a.shape).tokens(a.device)
+        return measured(Read(a, tokens[site]))
+
+    first = pools = run(Pools(SIDE, measure))
     sizes = pools.sizes
-    _check(sizes, layer, head)
+    _check(model.config, sizes, layer, head)
     cells = sum(h * t * s for h, t, s in sizes.values())
     if cells <= WHOLE:
-        return exact(model, given)
+        return [_measured(view, first.measures) for view in exact(model, given)]
     extra = 1
     if cells <= EVERY:
         pools = run(Pools(max(max(t, s) for _, t, s in sizes.values())))
@@ -387,7 +457,12 @@ def trace(
         at, which, *_ = telling(view, layer, head)
         if len(view.rows) * len(view.columns) <= ONE:
             view.layers[at] = run(Steps([view.layers[at].site], [which])).filled(view.layers[at])
-    return list(views.values())
+    return [_measured(view, first.measures) for view in views.values()]
+
+
+def _measured(view: View, measures: dict[str, list[dict[str, float]]]) -> View:
+    layers = [replace(layer, measures=measures[layer.site]) for layer in view.layers]
+    return replace(view, layers=layers)
 
 
 @torch.inference_mode()
@@ -495,15 +570,19 @@ def _standing_out(view: View, cells: np.ndarray) -> np.ndarray:
     return np.where(dull & ~dull.all(), -1.0, stands)
 
 
-def _check(sizes: dict[str, tuple[int, int, int]], layer: int | None, head: int | None) -> None:
+def listed(numbers: Sequence[int]) -> str:
+    run = len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1
+    return f"{numbers[0]} to {numbers[-1]}" if run else " and ".join(map(str, numbers))
+
+
+def _check(
+    config: Any, sizes: dict[str, tuple[int, int, int]], layer: int | None, head: int | None
+) -> None:
     """A layer or head that no view has is a mistake; the message names those that it has."""
-
-    def listed(numbers: Sequence[int]) -> str:
-        run = len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1
-        return f"{numbers[0]} to {numbers[-1]}" if run else " and ".join(map(str, numbers))
-
     if not sizes:
-        raise UsageError("this model has no attention to look at")
+        kinds = " and ".join(kind for kind in mechanisms(config).values() if kind)
+        what = kinds or "cells that remember, without attention"
+        raise UsageError(f"this model has no attention to look at: its layers are {what}")
     numbers = sorted({number_of(site) or 0 for site in sizes})
     if layer is not None and layer not in numbers:
         raise UsageError(f"there is no layer {layer}; this model's are {listed(numbers)}")
@@ -514,11 +593,15 @@ def _check(sizes: dict[str, tuple[int, int, int]], layer: int | None, head: int 
 
 class Pools(Probe):
     """A probe that keeps of each head, and behind them of their mean, a thumbnail of at most `side`
-    cells down and across."""
+    cells down and across; and what `measure` says of a place and a head's map (t s) there."""
 
-    def __init__(self, side: int) -> None:
+    def __init__(
+        self, side: int, measure: Callable[[str, Tensor], dict[str, float]] | None = None
+    ) -> None:
         super().__init__(reduce=self._pool)
         self.side = side
+        self.measure = measure
+        self.measures: dict[str, list[dict[str, float]]] = {}
         self.done = 0
         self.sum = torch.empty(0)
 
@@ -537,6 +620,8 @@ class Pools(Probe):
         # The place that is being watched.
         site = next(reversed(self.sizes))
         count, step = self.sizes[site][0], self.step(site)
+        if self.measure is not None:
+            self.measures.setdefault(site, []).append(self.measure(site, a[0, 0]))
         first = a.new_zeros(*a.shape[:3], 1)
         small = [_largest(first, a, *step)]
         self.sum = self.sum.add_(a) if self.done else a

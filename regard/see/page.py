@@ -28,14 +28,15 @@ from jinja2 import FileSystemLoader, StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 from markupsafe import Markup
 
-from regard.see.format import visible
+from regard.see.format import strict, visible
+from regard.see.heads import MEASURES
 from regard.see.look import Full, Given, Layer, Panel, Pooled, View, exact, telling
 
 WEB = Path(__file__).parent / "web"
 # A module comes after those that it imports.
 MODULES = (
     *("dom", "palette", "data", "scale", "overview", "map", "lines"),
-    *("table", "thumbs", "row", "image", "state", "app"),
+    *("table", "heads", "thumbs", "row", "image", "state", "app"),
 )
 OPENED = "The page opens on the weight that stands out most from what other rows give that column."
 # Cells above which a head is stored without what can be computed.
@@ -107,9 +108,10 @@ def both() -> str:
     return f"{style('light', ':root')}\n@media (prefers-color-scheme: dark) {{ {dark} }}"
 
 
-def page(title: str, panels: Sequence[Panel]) -> str:
-    """The whole page, as HTML."""
-    data = json.dumps({"models": [_panel(panel) for panel in panels]}, allow_nan=False)
+def page(title: str, panels: Sequence[Panel], sort: str = "") -> str:
+    """The whole page, as HTML. `sort`: it opens with the table of heads, by this column."""
+    models = [{**_panel(panel), "sort": sort} for panel in panels]
+    data = json.dumps({"models": models}, allow_nan=False)
     given = {"data": Markup(data.replace("<", "\\u003c"))}
     return document(environment(), "look", title, joined(), **given)
 
@@ -137,6 +139,8 @@ def _panel(panel: Panel) -> dict[str, Any]:
     return {
         "name": visible(panel.name),
         "note": visible(panel.note),
+        "without": visible(panel.without),
+        "measures": [[name, each.says, each.largest] for name, each in MEASURES.items()],
         "start": max(range(len(panel.views)), key=lambda i: panel.views[i].name == "cross"),
         "views": [_view(view, panel) for view in panel.views],
     }
@@ -212,6 +216,8 @@ def _layer(layer: Layer, large: float) -> dict[str, Any]:
     names = ("number", "site", "scale", "biased", "capped", "sinks", "summed", "sparse")
     data = {name: getattr(layer, name) for name in names}
     data["heads"] = [_full(h, large) if isinstance(h, Full) else _pooled(h) for h in layer.heads]
+    if layer.measures:
+        data["measures"] = [strict(list(each.values())) for each in layer.measures]
     if layer.mean is not None and any(isinstance(head, Pooled) for head in layer.heads):
         data["mean"] = _pooled(layer.mean)
     return data

@@ -4,8 +4,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from regard.see.heads import ranked
 from regard.see.look import Panel
 from tests.browser.pages import (
     TEXT,
@@ -15,6 +17,7 @@ from tests.browser.pages import (
     encoder_decoder,
     full,
     last,
+    number,
     opened,
     pixels,
     readout,
@@ -69,12 +72,12 @@ def test_tab_reaches_everything_and_shows_where_it_is(browser: Any, tmp_path: Pa
         script = """(e => [e.name || e.className, getComputedStyle(e).outlineStyle,
             parseFloat(getComputedStyle(e).outlineWidth)])(document.activeElement)"""
         stops = []
-        for _ in range(10):
+        for _ in range(11):
             tab.keyboard.press("Tab")
             name, style, width = tab.evaluate(script)
             assert style == "solid" and width >= 3, name
             stops.append(name)
-        controls = ["as", "measure", "averaged", "bare", "rowwise", "table", "order"]
+        controls = ["as", "measure", "averaged", "list", "bare", "rowwise", "table", "order"]
         assert stops == [*controls, "thumb", "photo over", "map"]
 
 
@@ -253,3 +256,27 @@ def test_a_model_of_other_views_and_tokens_stays_where_it_is(browser: Any, tmp_p
         tab.locator(".thumb").nth(8).click()
         tab.locator(".map").first.press("ArrowDown")
         assert "at1=cross.1.1.2.1" in tab.url and "at0=self.2.2.3.1" in tab.url
+
+
+def test_table_of_heads_shows_the_map_of_a_head_and_sorts(browser: Any, tmp_path: Path) -> None:
+    """Of every view; the numbers are the library's, the column and the head stand in the address."""
+    views = encoder_decoder()
+    with opened(browser, tmp_path, [Panel("m", "", views)], hash="#at0=cross.0.0.0.0") as tab:
+        assert not tab.locator(".measures").is_visible()
+        tab.check("input[name=list]")
+        rows = tab.locator(".measures tbody tr")
+        heads = ranked(Panel("", "", views).heads)
+        assert rows.count() == len(heads)
+        names = [f"{head.view} {head.layer}.{head.head}" for head in heads]
+        assert rows.locator("th").all_inner_texts() == names
+        tab.locator(".measures thead button", has_text="previous").click()
+        heads = ranked(heads, "previous")
+        found = [number(row.locator("td").nth(2).inner_text()) for row in rows.all()]
+        expected = [head.measures["previous"] for head in heads]
+        np.testing.assert_allclose(found, expected, atol=6e-3, equal_nan=True)
+        assert tab.locator("th[aria-sort=descending]").inner_text().startswith("previous")
+        best = heads[0]
+        rows.first.locator("button").press("Enter")
+        assert f"list=previous&at0={best.view}.{best.layer}.{best.head}." in tab.url
+        assert title(tab).endswith(f"layer {best.layer}, head {best.head}")
+        assert rows.first.locator("button").get_attribute("aria-pressed") == "true"

@@ -2,6 +2,7 @@
 
 import { gridOf, NAMES, readPage } from "./data.js";
 import { choice, group, make, tick } from "./dom.js";
+import { Heads } from "./heads.js";
 import { Photo } from "./image.js";
 import { Lines } from "./lines.js";
 import { HeadMap } from "./map.js";
@@ -30,8 +31,9 @@ class Panel {
     this.whose = make("h3");
     const bars = make("section", { className: "steps" }, this.whose, this.row.node);
     this.views = make("div", { className: "views" });
+    this.heads = new Heads(model, (view, layer, head) => this.show(view, layer, head), (list) => app.share({ list }));
     this.node = make("section", { className: "panel" }, make("h2", {}, model.name), this.views);
-    this.node.append(make("p", { className: "shown" }, model.note), make("div", { className: "inside" }, heads, large, bars));
+    this.node.append(make("p", { className: "shown" }, model.note), this.heads.node, make("div", { className: "inside" }, heads, large, bars));
   }
 
   get state() {
@@ -78,6 +80,8 @@ class Panel {
     this.grid = gridOf(view, view.layers[layer], head, shared.averaged);
     const measure = this.grid.measures.includes(shared.measure) ? shared.measure : "weight";
     this.tabs();
+    this.heads.node.hidden = !shared.list;
+    if (shared.list) this.heads.draw(shared.list, this.state);
     this.thumbs.draw(view, this.state, shared);
     const lined = shared.as === "lines";
     const whose = shared.averaged ? "mean of its heads" : lined ? "its heads" : `head ${head}`;
@@ -105,6 +109,12 @@ class Panel {
       this.views.append(choice("Attention of", `view${this.index}`, options, this.state.view, turn));
     }
     for (const input of this.views.querySelectorAll("input")) input.checked = input.value === this.state.view;
+  }
+
+  // A head that is chosen in the table, which has those of all views.
+  show(name, layer, head) {
+    const there = name === this.state.view ? {} : this.home(name);
+    this.app.set(this.index, { ...there, view: name, layer, head });
   }
 
   // Another view, at the place where it was left.
@@ -143,12 +153,17 @@ class App {
 
   choices() {
     const all = (change) => (value) => this.share({ [change]: value });
-    const { measure, as, bare, averaged, order, rowwise, apart, table } = this.state;
+    const { measure, as, bare, averaged, order, rowwise, apart, table, list } = this.state;
+    const listed = (value) => this.share({ list: value ? "entropy" : "" });
     const together = tick("move both panels together", "together", !apart, (value) => this.share({ apart: !value }));
     this.bar.replaceChildren(
       choice("Draw as", "as", [["map", "map"], ["lines", "lines"]], as, all("as")),
       choice("Values", "measure", Object.entries(NAMES), measure, all("measure")),
-      group("Heads", tick("average the heads", "averaged", averaged, all("averaged"))),
+      group(
+        "Heads",
+        tick("average the heads", "averaged", averaged, all("averaged")),
+        tick("in numbers", "list", Boolean(list), listed),
+      ),
       group(
         "Map",
         tick("hide the first token", "bare", bare, all("bare")),

@@ -39,6 +39,7 @@ export function read(hash, models) {
     apart: given.get("panels") === "apart",
     order: given.get("order") === "value" ? "value" : "place",
     table: given.get("table") === "1",
+    list: given.get("list") ?? models[0].sort, // the column by which the table of heads is sorted; "": no table
     panels: models.map((model, i) => readPanel(given.get(`at${i}`), model)),
   };
 }
@@ -52,6 +53,7 @@ export function written(state) {
   if (state.apart) parts.push(["panels", "apart"]);
   if (state.order === "value") parts.push(["order", "value"]);
   if (state.table) parts.push(["table", "1"]);
+  parts.push(["list", state.list]);
   state.panels.forEach((p, i) => {
     const off = p.off ? [p.off.join("-")] : [];
     parts.push([`at${i}`, [p.view, p.layer, p.head, p.row, p.column, ...off].join(".")]);
