@@ -37,6 +37,11 @@ class Span:
         """What vectors and angles are made of; masks and distances see `index`."""
         return self.index if self.place is None else self.place
 
+    def _part(self, index: slice) -> Span:
+        """The positions of a run of these tokens."""
+        start = None if self.start is None else self.start + index.indices(self.size)[0]
+        return Span(self.index[:, index], start)
+
     @staticmethod
     def run(start: int, size: int, device: torch.device | str | None = None) -> Span:
         return Span(torch.arange(start, start + size, device=device)[None], start)
@@ -242,10 +247,11 @@ class Visible:
         seen = self.mask.see(row, q, k) & (k >= 0)
         return seen.expand(-1, q.shape[1], -1)[:, None]
 
-    def part(self, index: slice) -> Visible:
-        """The same for a run of queries, which may be simpler: the last one sees everything that is causal."""
-        start = None if self.q.start is None else self.q.start + index.indices(self.q.size)[0]
-        return Visible(self.mask, Span(self.q.index[:, index], start), self.k)
+    def part(self, index: slice, keys: slice | None = None) -> Visible:
+        """The same for a run of queries, which may be simpler: the last one sees everything that is causal. And for
+        a run of keys, where one is given."""
+        k = self.k if keys is None else self.k._part(keys)
+        return Visible(self.mask, self.q._part(index), k)
 
     def blocks(self, batch: int) -> Any:
         """The same as a block mask of torch's flex attention, made once for all layers."""

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.attention import GQA, MLA, Terms, attend, softmax
-from regard.attention.core import online
 from regard.attention.core import scores as dots
+from regard.attention.online import online
 from regard.attention.pooling import combine, one_loop, two_loops
 from regard.attention.sparse import hadamard
 from regard.block import Stack, Tower
@@ -64,7 +64,7 @@ def test_online_softmax_starts_with_hidden_keys() -> None:
     close(one_loop(x, v)[0], expected @ v[1:])
     q, k, seen = torch.ones(1, 1, 1, 1).double(), torch.tensor([9.0, 1, 2]).double(), x > -1
     k, v, seen = k[None, None, :, None], v[None, None], seen[None, None, None]
-    close(online(q, k, v, seen, Terms(1.0), block=1)[0, 0, 0], expected @ v[0, 0, 1:])
+    close(online(q, k, v, seen, Terms(1.0), (1, 1))[0, 0, 0], expected @ v[0, 0, 1:])
 
 
 def test_output_row_is_its_weights_times_the_values() -> None:

@@ -128,6 +128,16 @@ def test_part_of_the_queries_is_a_mask_of_its_own(index: slice) -> None:
     assert runs.part(slice(3, 4)).everything and not runs.part(slice(1, 3)).everything
 
 
+def test_part_of_queries_and_keys_is_a_tile_of_the_mask() -> None:
+    runs = Visible(Causal(1), Span.run(5, 4), Span.run(3, 6))
+    ragged = Visible(Causal(), Span.ragged(torch.tensor([4, 2]), 4), FOUR)
+    for whole in (runs, ragged):
+        for keys in (slice(0, 2), slice(2, 3), slice(2, 9)):
+            part = whole.part(slice(1, 3), keys)
+            assert torch.equal(part.tensor(), whole.tensor()[:, :, 1:3, keys])
+            assert part.everything == (whole is runs and bool(part.tensor().all()))
+
+
 def test_rule_on_indices_reads_one_row_of_positions_for_all() -> None:
     """Of three rows of the batch, queries and keys each have one row of positions, or all three."""
     lengths = torch.tensor([2, 4, 3])

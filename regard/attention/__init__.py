@@ -11,12 +11,13 @@ from regard.attention.core import BACKENDS, Terms, attend, check_backend, softma
 from regard.attention.delta import DeltaRule
 from regard.attention.latent import MLA
 from regard.attention.multihead import GQA
+from regard.attention.online import online
 from regard.attention.ordered import ordered
 from regard.attention.protocol import Context, MechanismConfig
 from regard.attention.sparse import DSA
 from regard.config import Kinds
 
-BACKENDS["ordered"] = ordered
+BACKENDS |= {"online": online, "ordered": ordered}
 Mechanisms = dict[str, type[MechanismConfig]]
 ATTENTION: Mechanisms = {"gqa": GQA, "mla": MLA, "dsa": DSA, "delta": DeltaRule}
 CROSS: Mechanisms = {"gqa": GQA, "mla": MLA}

@@ -1,7 +1,7 @@
 """The one attention: attend(q, k, v) = softmax(score(q, k) + bias) v, by whichever backend is asked for.
 
-`reference` is the specification. `online` is the same sum in one pass over the keys. `sdpa` and `flex` are torch's
-fused kernels, tested equal. Weights are not returned: a probe asks for the heads and rows it wants and gets them
+`reference` is the specification. `sdpa` and `flex` are torch's fused kernels, tested equal; `online` and `ordered`
+have files of their own. Weights are not returned: a probe asks for the heads and rows it wants and gets them
 exactly, while the fused kernel still computes the output.
 """
 
@@ -93,36 +93,6 @@ def reference(
     return a.to(v.dtype) @ _spread(v, q.shape[1])
 
 
-def online(
-    q: Tensor, k: Tensor, v: Tensor, visible: Visible | Tensor | None, terms: Terms, block: int = 32
-) -> Tensor:
-    """The same in one pass over blocks of keys, with a running maximum m, sum d and output o (Milakov and Gimelshein
-    2018; Dao et al. 2022):  d' = d e^(m-m') + sum e^(x-m'),  o' = o e^(m-m') + e^(x-m') v,  result o / d."""
-    if terms.dropout:
-        return reference(q, k, v, visible, terms)
-    seen = _tensor(visible)
-    v = _spread(v, q.shape[1])
-    m = q.new_full((*q.shape[:3], 1), -torch.inf, dtype=torch.float32)
-    d = torch.zeros_like(m)
-    o = torch.zeros(*q.shape[:3], v.shape[-1], dtype=torch.float32, device=q.device)
-    if q.dtype == torch.float64:
-        m, d, o = m.double(), d.double(), o.double()
-    for start in range(0, k.shape[2], block):
-        part = slice(start, start + block)
-        bias = None if terms.bias is None else terms.bias[..., part]
-        x = scores(q, k[:, :, part], replace(terms, bias=bias)).to(m.dtype)  # b h t block
-        if seen is not None:
-            x = x.masked_fill(~seen[..., part], -torch.inf)
-        new = torch.maximum(m, x.amax(-1, keepdim=True).detach())
-        safe = new.masked_fill(new == -torch.inf, 0.0)  # exp(-inf - -inf) counts as 0
-        shrink, p = torch.exp(m - safe), torch.exp(x - safe)
-        d = d * shrink + p.sum(-1, keepdim=True)
-        o = o * shrink + p @ v[:, :, part].to(p.dtype)
-        m = new
-    # Where something is seen, the maximum alone makes d at least 1.
-    return (o / d.clamp(min=1.0)).to(v.dtype)
-
-
 # --- torch's fused kernels ----------------------------------------------------------------------------------------
 
 
@@ -208,7 +178,6 @@ def _spread(x: Tensor, heads: int) -> Tensor:
 
 BACKENDS: dict[str, Callable[..., Tensor]] = {
     "reference": reference,
-    "online": online,
     "sdpa": sdpa,
     "flex": flex,
 }

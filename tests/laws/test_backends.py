@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 
 from regard.attention import BACKENDS, attend, core
-from regard.attention.core import Terms, online, reference, softmax
+from regard.attention.core import Terms, reference, softmax
+from regard.attention.online import online
 from regard.attention.scores import Additive
 from regard.errors import UsageError
 from regard.mask import Causal, Documents, Full, Mask, Padding, Prefix, Span, Visible, Window
@@ -156,7 +157,7 @@ def test_online_attention_equals_three_loops(block: int) -> None:
     out = torch.zeros(2).double()
     for key, value in zip(k, v):
         out += math.exp(float(q @ key) / 2 - top) / total * value
-    ours = online(q[None, None, None], k[None, None], v[None, None], None, Terms(0.5), block)
+    ours = online(q[None, None, None], k[None, None], v[None, None], None, Terms(0.5), (1, block))
     torch.testing.assert_close(ours[0, 0, 0], out, **TIGHT)
 
 

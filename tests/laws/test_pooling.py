@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from regard.attention import GQA, attend
-from regard.attention.core import Terms, online
+from regard.attention.core import Terms
+from regard.attention.online import online
 from regard.attention.pooling import (
     kernel_weights,
     one_loop,
@@ -79,7 +80,7 @@ def test_loops_are_all_the_stable_softmax(block: int) -> None:
     close(two_loops(x)[0], want)
     close(one_loop(x, v, block)[0], want @ v)
     q, keys = torch.ones(1, 1, 1, 1).double(), x[None, None, :, None]
-    close(online(q, keys, v[None, None], None, Terms(1.0), block)[0, 0, 0], want @ v)
+    close(online(q, keys, v[None, None], None, Terms(1.0), (1, block))[0, 0, 0], want @ v)
 
 
 def test_per_token_equations_equal_the_layer() -> None:

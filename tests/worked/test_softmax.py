@@ -5,7 +5,7 @@ import math
 import torch
 
 from regard.attention import Terms, attend, softmax
-from regard.attention.core import online
+from regard.attention.online import online
 from regard.attention.pooling import KERNELS, kernel_weights, one_loop, pool, regress, two_loops
 from regard.attention.scores import Additive, Bilinear, Dot, ScaledDot
 from regard.learn.mechanisms import dot_moments, saturation, softmax_jacobian
@@ -75,7 +75,7 @@ def trace(example: Example, block: int = 1, normal: bool = True) -> None:
     example.right(torch.stack([s.o * (1 if normal else s.d) for s in steps]), "o")
     example.right(output, "output")
     q, k = torch.ones(1, 1, 1, 1).double(), x[None, None, :, None]  # q k = x
-    tiled = online(q, k, v[None, None], None, Terms(scale=1.0), block=block)
+    tiled = online(q, k, v[None, None], None, Terms(scale=1.0), (1, block))
     torch.testing.assert_close(tiled[0, 0, 0], output)
 
 
