@@ -15,6 +15,7 @@ from regard.learn.mechanisms import cross_attention as cross_topic
 from regard.learn.mechanisms import self_attention as self_topic
 from regard.learn.mechanisms import worked_masked as masked_topic
 from regard.learn.picture import setups, sketch
+from regard.learn.traffic import plain_bytes, tiled_bytes
 from regard.mask import Causal, Full, Mask, Prefix, Span, Visible, Window
 from regard.position import Rope, sinusoid
 from regard.report import page
@@ -111,6 +112,19 @@ def online_softmax() -> str:
     }
     curves = [series(name, keys, values, dots=True) for name, values in found.items()]
     return page.lines(curves, "Scores 1, 3, 2, 4, 0 and values 1 to 5, key by key", "key")
+
+
+@picture
+def flash_attention() -> str:
+    n, d, sides = 1024, 64, list(range(32, 257, 16))
+    found = {
+        "plain": [plain_bytes(n, d)[0] for _ in sides],
+        "tiles": [tiled_bytes(n, d, (b, b), causal=False)[0] for b in sides],
+        "tiles, causal": [tiled_bytes(n, d, (b, b), causal=True)[0] for b in sides],
+    }
+    curves = [series(name, sides, [x / 1e6 for x in xs]) for name, xs in found.items()]
+    title = "One head of 1,024 tokens, 64 wide, forward in float32"
+    return page.lines(curves, title, "side of a tile", "MB read and written")
 
 
 # --- the whole Transformer --------------------------------------------------------------------------

@@ -187,6 +187,7 @@ def test_every_topic_has_a_picture_of_a_known_kind() -> None:
 
 # Topic -> its tables with axes of logarithms: the quantity that all columns are of, and how many they are.
 AXES = {
+    "flash-attention": [("bytes kept for the backward, by torch's own hooks", 4)],
     "kv-cache": [("q.k products", 2), ("1,536 numbers per token and layer, 12 layers", 1)],
     "cost": [
         ("multiply-adds of one layer of width 512", 4),

@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.attention import DSA, GQA, MLA, Context, DeltaRule, Terms, softmax
+from regard.attention.core import reference
 from regard.attention.core import scores as dot_scores
 from regard.attention.delta import recurrent
 from regard.attention.latent import LatentAttention
+from regard.attention.online import online
 from regard.attention.pooling import KERNELS, combine, one_loop, regress, three_loops
 from regard.attention.scores import SCORES, make_score
 from regard.attention.sparse import choose, index_scores, to_fp8
@@ -49,6 +51,7 @@ from regard.learn.explain import (
     topic,
     whole,
 )
+from regard.learn.traffic import kept, plain, plain_bytes, tiled, tiled_bytes
 from regard.mask import Causal, Documents, Full, Mask, Padding, Prefix, Span, Visible, Window
 from regard.models import Patches, Tokens, TransformerConfig
 from regard.models.adapt import LoRA, LowRank
@@ -69,6 +72,7 @@ from regard.training.trainer import Train, Trainer
 
 ATTENTION, POOLING = "regard/attention/core.py", "regard/attention/pooling.py"
 HEADS, POSITION = "regard/attention/multihead.py", "regard/position.py"
+ONLINE, TRAFFIC = "regard/attention/online.py", "regard/learn/traffic.py"
 NUMBERS = "regard/learn/mechanisms.py"
 # Bytes of a number in half precision.
 HALF = 2
@@ -277,7 +281,7 @@ def masks(tokens: int = 5, window: int = 3) -> Tables:
     yield sight(rules, n)
 
 
-@topic(f"{POOLING}::one_loop", f"{ATTENTION}::online")
+@topic(f"{POOLING}::one_loop", f"{ONLINE}::online")
 def online_softmax(x: Numbers = (1.0, 3.0, 2.0), v: Numbers = (1.0, 2.0, 3.0)) -> Tables:
     """How can attention be computed in one pass, with no row of scores kept?
 
@@ -292,6 +296,48 @@ def online_softmax(x: Numbers = (1.0, 3.0, 2.0), v: Numbers = (1.0, 2.0, 3.0)) -
     ]
     yield Table("after each key", ["key", "x", "m", "d", *names], found, "lines")
     yield Table("softmax(x) v, in three passes", names, [(softmax(real(x)) @ values).tolist()])
+
+
+@topic(f"{ONLINE}::online", f"{TRAFFIC}::plain", f"{TRAFFIC}::tiled_bytes")
+def flash_attention(
+    block: Numbers = (32.0, 64.0, 128.0, 256.0), tokens: int = 512, dim: int = 64
+) -> Tables:
+    """Why is attention in tiles fast, and how little does its backward need?
+
+    forward: plain attention moves 4 N d + 4 N^2 numbers, tiles of Br x Bc 2 N d + N + 2 (N / Br) N d
+    backward: plain 8 N d + 7 N^2, tiles 6 N d + N + (N / Bc) N (4 d + 2);   kept for it: N^2 + 3 N d, 4 N d + N
+    Scores exist in fast memory (SRAM) alone, a tile at a time; slow memory (HBM) has Q, K, V, O and a log-sum-exp for
+    each query, and recomputation gives the rest. Below, tiles of B x B, N / B rounded up, and 4 bytes a number."""
+    n, d = whole("tokens", tokens, 2, 2048), whole("dim", dim, 1, 1024)
+    here, scale = Span.run(0, n), d**-0.5
+    memory = {name: torch.ones(1, 1, n, d) for name in ("q", "k", "v", "do")}
+    masks: dict[str, Visible | None] = {"tiles": None, "causal": Visible(Causal(), here, here)}
+    # At most 64 x 64 tiles.
+    sides = [whole("block", each, -(-n // 64), 4096) for each in block]
+    counted, formula = [], []
+    for b in sides:
+        runs = [plain(memory, scale), *(tiled(memory, scale, m, (b, b)) for m in masks.values())]
+        known = [plain_bytes(n, d), *(tiled_bytes(n, d, (b, b), m != "tiles") for m in masks)]
+        # Q, O, K, V, scores, and a maximum and a sum for each query.
+        size = 4 * (4 * b * d + b * b + 2 * b)
+        counted.append([b, size, *(traffic.total() for way in zip(*runs) for traffic in way)])
+        formula.append([b, size, *(total for way in zip(*known) for total in way)])
+    ways = product(("forward", "backward"), ("plain", *masks))
+    columns = ["B", "fast memory", *(", ".join(words) for words in ways)]
+    yield Table(f"bytes of {n} tokens of width {d}, counted", columns, counted, "log forward")
+    yield Table("the same by formula", columns, formula)
+    both = tiled(memory, scale, None, (sides[0], sides[0]))
+    names = dict.fromkeys(name for traffic in both for _, name in traffic)
+    found = product(both, ("read", "written"))
+    cells = [[traffic[how, name] for name in names] for traffic, how in found]
+    columns = ["tensor", "forward, read", "written", "backward, read", "written"]
+    yield Table(f"tiles of {sides[0]} x {sides[0]}, by tensor", columns, [*zip(names, *cells)])
+    rows = []
+    for m in (n // 2, n, 2 * n):
+        ours = (kept(backend, m, d) for backend in (reference, online))
+        rows.append([m, *ours, 4 * (m * m + 3 * m * d), 4 * (4 * m * d + m)])
+    columns = ["N", "plain", "tiles", "4 (N^2 + 3 N d)", "4 (4 N d + N)"]
+    yield Table("bytes kept for the backward, by torch's own hooks", columns, rows, "log")
 
 
 @topic(f"{POOLING}::regress", f"{POOLING}::kernel_weights")

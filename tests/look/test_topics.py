@@ -23,7 +23,7 @@ WANTED = (
     "softmax saturation jacobian scaling attention masks multi-head gqa mla dsa online-softmax positions "
     "sinusoidal rope alibi t5-bias nadaraya-watson scores bahdanau norms kv-cache beam label-smoothing "
     "schedules bleu lora rnn-path transformer self-attention batch-norm dropout clipping cost worked-masked "
-    "worked-cross worked-feed-forward worked-embedding worked-greedy"
+    "worked-cross worked-feed-forward worked-embedding worked-greedy flash-attention"
 )
 # How people say it -> the topic.
 WORDS = {
@@ -33,8 +33,10 @@ WORDS = {
     "Positional_Encodings": "sinusoidal",
     "transformer": "transformer",
     "The Transformer Architecture": "transformer",
-    "flash attention": "online-softmax",
-    "FlashAttention": "online-softmax",
+    "flash attention": "flash-attention",
+    "FlashAttention": "flash-attention",
+    "tiling": "flash-attention",
+    "recomputation": "flash-attention",
     "Lightning Indexer": "dsa",
     "decoupled RoPE": "mla",
     "GELU": "feed-forward",
