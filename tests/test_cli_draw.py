@@ -15,7 +15,7 @@ task = "draw"
 model = { preset = "painter", size = 8, patch = 4, channels = 1, layers = 1, dim = 32, heads = 2, max-len = 20 }
 data = { train = "x.npz", valid = "x.npz", rows = 8 }
 tokenizer = { kind = "chars" }
-train = { steps = 200, evaluate = 100, optim = { lr = 1e-2 } }
+train = { steps = 200, evaluate = 100, optim = { name = "muon", lr = 4e-3 } }
 """
 
 

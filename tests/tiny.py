@@ -17,7 +17,7 @@ TINY |= dict(window=5, labels=5, key_heads=2, value_heads=4, shared_dim=20)
 # What `make test` runs of a law over the presets (tests/wide.py): those that differ in kind.
 FEW = ["gpt2", "llama", "gemma-3-1b", "gpt-oss-20b", "deepseek-v3.2", "qwen3-next-80b"]
 FEW += ["bert-base", "albert-base", "vit-small", "t5-small", "marian"]
-OWN = ["captioner", "gru-lm", "luong"]
+OWN = ["captioner", "painter", "gru-lm", "luong"]
 
 
 def set_somewhere(data: Any) -> set[str]:

@@ -127,7 +127,7 @@ class Model(nn.Module):
         """A tied head multiplies by the embedding; any other by its own weights."""
         if head is None:
             return 0
-        tied = getattr(getattr(head, "config", None), "tied", False)
+        tied = getattr(head.config, "tied", False)
         return weight_flops(head) + (2 * embedding.weight.numel() if tied else 0)  # type: ignore[operator]
 
     def explain(self) -> str:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from regard.attention import Context, check_backend
 from regard.block import Stack, Tower
 from regard.config import Count, Divides, settings
 from regard.errors import UsageError
+from regard.layers import LabelHead, Tag
 from regard.mask import Full, Span
 from regard.models.base import Lengths, Model
 from regard.models.embedding import Tokens
 from regard.models.transformer import embed
+from regard.position import Learned
 
 
 @settings
@@ -65,9 +66,10 @@ class Painter(Model):
         c = config
         self.embedding = c.embedding.make(c.encoder.dim)
         self.encoder = Stack(c.encoder)
-        self.queries = nn.Parameter(torch.empty(c.canvas.count, c.decoder.dim).normal_(std=0.02))
+        self.canvas = Learned(c.canvas.count).make(c.decoder.dim)  # the queries
         self.decoder = Stack(c.decoder)
-        self.head = nn.Linear(c.decoder.dim, c.canvas.channels * c.canvas.patch**2)
+        # So many numbers for each patch as a tagger has labels for each word.
+        self.head = LabelHead(Tag(c.canvas.channels * c.canvas.patch**2), c.decoder.dim)
 
     def encode(
         self, ids: Tensor, lengths: Lengths = None, *, probe: Any = None, backend: str = "sdpa"
@@ -85,8 +87,8 @@ class Painter(Model):
         check_backend(backend)
         probe = self.probe_of(ids, probe)
         memory, memory_pos = self.encode(ids, lengths, probe=probe, backend=backend)
-        x = self.queries.expand(len(ids), -1, -1)  # b n m
-        pos = Span.run(0, x.shape[1], x.device)
+        pos = Span.run(0, self.config.canvas.count, memory.device)
+        x = self.canvas(pos.absolute, ids).expand(len(ids), -1, -1)  # b n m
         ctx = Context(pos, Full(), probe=probe, backend=backend, site="decoder.")
         cross = replace(ctx, memory=memory, memory_pos=memory_pos, memo={})
         return self.decoder(x, ctx, cross)

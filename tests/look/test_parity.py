@@ -222,6 +222,7 @@ def test_envelope_of_int8_is_as_wide_as_its_rounding() -> None:
 
 # One of each family; the whole of it is `make parity`.
 PRESETS = {family or name: name for name, (family, _) in reversed(regard.PRESETS.items())}
+PAINTER = PRESETS.pop("painter")
 JUDGED = ("shared against alone", "packed against plain", "packed in shared pages")
 JUDGED += ("unwatched against watched", "graph against plain")
 JUDGED += ("int8 against plain", "int8 in shared pages")
@@ -235,6 +236,11 @@ TURNS = [(m, r) for m in MISTAKES for r in RUNNERS if (m, r) != ("page", "rows")
 def _compiled() -> None:
     """Small models run in C too, as large ones do."""
     native.build()
+
+
+def test_painter_is_refused() -> None:
+    with pytest.raises(UsageError, match="draws pictures of texts, and parity compares token by"):
+        sample(preset(PAINTER))
 
 
 @families

@@ -80,9 +80,9 @@ def sizes(config: Any) -> dict[str, Any]:
 
 
 def presets() -> dict[str, Callable[[], Model]]:
-    """One of each kind: small, many are the same."""
+    """One of each kind: small, many are the same. A painter's answers are no tokens, and it is refused."""
     made: dict[str, Any] = {}
-    for name in regard.PRESETS:
+    for name in (each for each in regard.PRESETS if each != "painter"):
         config = preset(name, "meta").config
         if config not in made.values():
             made[name] = config

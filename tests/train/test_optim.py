@@ -81,14 +81,14 @@ def test_decay_spares_class_tokens_and_positions_of_images() -> None:
 
 
 FAMILIES = ["gpt2", "qwen3-0.6b", "mixtral-8x7b", "deepseek-v3.2", "bert-base", "vit-base"]
-FAMILIES += ["vaswani-base", "t5-small", "bart-base", "captioner", "gru-lm", "bahdanau"]
+FAMILIES += ["vaswani-base", "t5-small", "bart-base", "captioner", "painter", "gru-lm", "bahdanau"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_kinds_of_the_families_agree_with_their_names(name: str) -> None:
     """Names tell what the code finds out by itself: tables are embeddings, positions, types and relative biases."""
     model = regard.build(name, layers=1, device="meta")
-    words = ("embedding.", "source.", "target.", "relative.")
+    words = ("embedding.", "source.", "target.", "canvas.", "relative.")
     for key, kind in kinds(model).items():
         p = dict(model.named_parameters())[key]
         table = any(word in key for word in words) and ".norm" not in key and ".project" not in key
@@ -141,7 +141,7 @@ def test_muon_takes_hidden_matrices_and_leaves_the_rest_to_adamw() -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_muon_takes_what_is_between_embeddings_and_head(name: str) -> None:
     model = regard.build(name, layers=1, device="meta")
-    outer = ("embedding.", "source.", "target.", "relative.", "head.", "router.")
+    outer = ("embedding.", "source.", "target.", "canvas.", "relative.", "head.", "router.")
     kind = kinds(model)
     inner = {n for n in kind if not any(w in n for w in outer) and kind[n] == "matrix"}
     assert hidden(model) == inner != set()
