@@ -1,6 +1,7 @@
 """regard explain: what it prints, as text and as JSON, and how each mistake ends."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,12 @@ import torch
 
 from regard.cli.main import main
 from regard.errors import UsageError
+from regard.evaluation.run import Shots
 from regard.learn.explain import CHAPTERS, TOPICS, Table, called, find
 from regard.learn.picture import drawn, setups, sketch
+from regard.training.objectives import Prefer, answer_logs, prefer
+from tests.train.test_prefer import moved
+from tests.train.test_tasks import feed_for, model_for
 
 Said = pytest.CaptureFixture[str]
 
@@ -311,11 +316,65 @@ def test_tokenizers_cut_the_text_they_learned() -> None:
     assert found["bytes"][1] == found["chars"][1] == len(text) > found["bpe"][1]
 
 
+def test_prompts_are_those_of_eval_and_the_answer_alone_is_counted() -> None:
+    prompts, counted, _ = rows("few-shot learning", text="a = b; c = d; e = f", shots="2")
+    assert [row[0] for row in prompts] == ["zero-shot", "one-shot", "few-shot"]
+    assert prompts[0][1] == "e = " and prompts[1][1].endswith("; e = ")
+    assert sorted(prompts[2][1].split("; ")) == ["a = b", "c = d", "e = "]
+    assert prompts[2][1] == Shots(2, "{source} = {target}; ").prompt(
+        [("a", "b"), ("c", "d")], 0, ("e", "f")
+    )
+    assert [row[1] for row in counted] == [9, 1]
+    assert [row[2] for row in counted] == pytest.approx([9 * math.log(9), math.log(9)])
+
+
+def test_dpo_in_numbers_is_the_loss_that_is_trained() -> None:
+    start, batch = model_for("prefer"), feed_for("prefer").batch(0)
+    batch = batch.split(len(batch.ids))[0]
+    model, logs = moved(start), []
+    for ids, labels in ((batch.ids, batch.labels), (batch.rejected, batch.rejected_labels)):
+        assert ids is not None and labels is not None
+        logs += [answer_logs(each, ids, labels).item() for each in (model, start)]
+    *_, ((_, loss, _), (_, before, pull)) = rows("dpo", x=" ".join(map(repr, logs)), beta="0.7")
+    assert loss == pytest.approx(prefer(model, batch, Prefer(0.7), start)[0].item(), rel=1e-5)
+    assert (before, pull) == pytest.approx((math.log(2), 0.35))
+
+
+def test_errors_pile_up_on_own_words_and_not_on_true_ones() -> None:
+    wrong, marked = rows("scheduled sampling", x="0.1 0.5", steps="10 40", share="0.5")
+    # By hand: 0.1, 0.9 x 0.1 + 0.1 x 0.5; in the long run e / (1 - f + e)
+    assert [row[2] for row in wrong[:2]] == pytest.approx([0.1, 0.14])
+    assert wrong[-1][2] == pytest.approx(0.1 / 0.6) and {row[1] for row in wrong} == {0.1}
+    assert wrong[1][3] == pytest.approx(0.81)
+    assert [row[1] for row in marked] == [0.125, 0.5]
+    assert all(row[2].startswith(". ") for row in marked) and marked[0][3] < marked[1][3]
+
+
+def test_sentence_pairs_are_half_neighbours_and_their_loss_is_that_of_two_classes() -> None:
+    (pairs,) = rows("nsp", text="a b. b c; d e. e f", x="0 0; 0 0; 3 0; 0 3")
+    assert [row[:3] for row in pairs] == [
+        ["a b", "b c", 1],
+        ["a b", "e f", 0],
+        ["d e", "e f", 1],
+        ["d e", "b c", 0],
+    ]
+    assert [row[4] for row in pairs] == [0, 1, 0, 1]
+    sure = math.log1p(math.exp(-3))
+    assert [row[5] for row in pairs] == pytest.approx([math.log(2)] * 2 + [sure] * 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["moe", "--active", "9"], "--active is 9; give a whole number from 1 to 8"),
         (["delta-rule", "--beta", "2"], "--beta is 2; give a share above 0, 1 at most"),
+        (
+            ["prompting", "--shots", "4"],
+            "--text needs 5 pairs such as sea = mer; or more, --x four",
+        ),
+        (["exposure-bias", "--x", "2"], "--x are two chances of a wrong word"),
+        (["exposure-bias", "--share", "2"], "--share is 2; give a share from 0 to 1"),
+        (["nsp", "--text", "one. two"], "--text gives 2 pairs of two texts or more, --x 4"),
         (["speculation", "--x", "2"], "numbers from 0 to 1"),
         (["tokenizers", "--vocab", "6"], "vocab leaves 4 pieces for 11 characters; give more"),
     ],

@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from regard.cli.main import command_of, first_words, main
 from regard.cli.shared import parse
 from regard.errors import UsageError
-from regard.learn.explain import called
+from regard.learn.explain import CHAPTERS, MEANINGS, called, explained, meanings, plainly, users
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = ("S0", "S1", "S2", "S3", "S4")
@@ -102,8 +103,8 @@ def test_mistype_is_refused_with_the_nearest_names(said: str, nearest: str) -> N
 
 
 def test_topic_that_no_row_names_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "Common", "Pretraining", "Objectives"]) == 0
-    assert capsys.readouterr().out.startswith("taken as: objectives\nobjectives: What")
+    assert main(["explain", "Dropout", "Policies"]) == 0
+    assert capsys.readouterr().out.startswith("taken as: dropout\ndropout: Why")
     assert main(["explain", "FlashAttention"]) == 0
     assert capsys.readouterr().out.startswith("online-softmax: How")
 
@@ -152,3 +153,54 @@ def test_pages_and_errata_are_there_and_none_is_left_out() -> None:
         said = {number for row in rows()[name] for number in re.findall(r"S\d-\d\d", row[4])}
         wanted = {number for number in known if number.startswith(name)}
         assert said == wanted, (name, said ^ wanted)
+
+
+# --- a word for a topic stands where it leads --------------------------------------------------------
+
+
+@cache
+def written(topic: str) -> set[str]:
+    """The words of what is printed of a topic, and of its pages in docs, and their beginnings: scaled, scaling."""
+    pages = [explained(topic, (), {})]
+    for source in (ROOT / "docs" / "source").glob("*.md"):
+        if re.search(rf"^@(formula|question|explain) {topic}\b", source.read_text("utf-8"), re.M):
+            page = ROOT / "docs" / "mechanisms" / source.name
+            pages.append(page.read_text(encoding="utf-8"))
+    # CamelCase and names_with_dashes are several words.
+    text = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", " ".join(pages)).replace("_", " ")
+    words = plainly(text)
+    return {"".join(pair) for pair in pairwise(words)} | {
+        word[:end] for word in words for end in (*range(4, len(word)), len(word))
+    }
+
+
+def stands(word: str, topic: str) -> bool:
+    return {word, word[: max(4, len(word) - 3)]} & written(topic) != set()
+
+
+WORDS = {name: others.split(", ") for ts in CHAPTERS.values() for name, others in ts.items()}
+
+
+@pytest.mark.parametrize("topic", WORDS)
+def test_word_for_a_topic_stands_on_its_page_or_has_a_plain_form_that_does(topic: str) -> None:
+    """But for words that three topics or more have in common, such as `model`: none of these tells where it leads."""
+    rows = [row for row in WORDS[topic] if "".join(plainly(row)) not in written(topic)]
+    own = {w for row in rows for w in plainly(row) if len(users()[w]) < 3}
+    unsaid = {w for w in own if not stands(w, topic) and not meanings(topic, w)}
+    forms = MEANINGS.get(topic, {}).items()
+    elsewhere = {n: x for n, x in forms if not all(stands(w, topic) for w in plainly(x))}
+    assert (unsaid, elsewhere) == (set(), {})
+
+
+def test_plain_forms_are_of_words_that_lead_to_their_topic() -> None:
+    assert MEANINGS.keys() <= WORDS.keys()
+    for topic, forms in MEANINGS.items():
+        known = {w for row in WORDS[topic] for w in plainly(row)}
+        # Nothing is declared that nobody could type, and nothing that the page says itself.
+        assert {n for n in forms if not set(plainly(n)) <= known} == set(), topic
+        assert {n for n in forms if all(stands(w, topic) for w in plainly(n))} == set(), topic
+
+
+def test_plain_form_of_a_word_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "nucleus", "sampling"]) == 0
+    assert capsys.readouterr().out.startswith("nucleus, here: top-p\ndecoding: How")

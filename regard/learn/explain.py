@@ -34,17 +34,19 @@ Module = TypeVar("Module", bound=nn.Module)
 MOST = 1_000_000
 
 
-def _table(name: str) -> dict[str, dict[str, Any]]:
+def table(name: str) -> dict[str, dict[str, Any]]:
     return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
 # Chapter -> topic -> other words for it; and words that tell no topic from another.
-CHAPTERS = _table("topics.toml")
+CHAPTERS = table("topics.toml")
 FILLING = {*CHAPTERS.pop("")["filling"].split()}
 # Letters of several words that name a topic in whatever text they stand.
 TELLING = 14
+# Topic -> word -> what its page says instead.
+MEANINGS = table("words.toml")
 # Topic -> input -> numbers of the example.
-EXAMPLES = _table("examples.toml")
+EXAMPLES = table("examples.toml")
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ def topic(*code: str) -> Callable[[Callable[..., Tables]], Topic]:
 def find(name: str) -> Topic:
     """The topic that these words mean: as a row of the table has them, or a part of them, or by
     the words they share with it; the three nearest are told where there is none."""
-    said = _words(name[:400])
+    said = plainly(name[:400])
     key = "".join(said)
     if found := names().get(key) or _covering(said) or _sharing(said):
         return next(each for each in TOPICS if each.name == found)
@@ -184,10 +186,17 @@ def find(name: str) -> Topic:
 def names() -> dict[str, str]:
     """Every word for a topic, spelt without case, spaces and hyphens -> the topic."""
     pairs = ((n, w) for ts in CHAPTERS.values() for n in ts for w in (n, *ts[n].split(",")))
-    return {"".join(_words(word)): name for name, word in pairs}
+    return {"".join(said): name for name, word in pairs if (said := plainly(word))}
 
 
-def _words(text: str) -> list[str]:
+def meanings(topic: str, text: str) -> dict[str, str]:
+    """Words of a text that the page of a topic does not use -> what it says instead."""
+    table = {"".join(plainly(word)): word for word in MEANINGS.get(topic, {})}
+    found = (table[word] for word in dict.fromkeys(plainly(text)) if word in table)
+    return {word: MEANINGS[topic][word] for word in found}
+
+
+def plainly(text: str) -> list[str]:
     """A text as words that can be compared: small letters, singular, American, without filling."""
     plain = re.sub(r"\\[a-z]+|[{}$]", "", text.lower())
     found = re.findall(r"[a-z0-9]+", re.sub(r"\bk *-? *v\b", "kv", plain))
@@ -208,12 +217,12 @@ def _covering(said: list[str]) -> str | None:
 
 
 @cache
-def _users() -> dict[str, set[str]]:
+def users() -> dict[str, set[str]]:
     """Every single word of the table -> the topics in whose rows it stands."""
     users: dict[str, set[str]] = {}
     for topics in CHAPTERS.values():
         for name, others in topics.items():
-            for word in _words(f"{name} {others}"):
+            for word in plainly(f"{name} {others}"):
                 users.setdefault(word, set()).add(name)
     return users
 
@@ -226,13 +235,13 @@ def _sharing(said: list[str]) -> str | None:
     words: less than this is chance. A word that is nearly one of the table is mistyped, and then
     nothing is concluded from the others: one letter may be what tells two topics apart."""
     words = {word for word in said if not word.isdigit()}
-    unknown = words - _users().keys()
-    if any(difflib.get_close_matches(word, _users(), 1, 0.8) for word in unknown):
+    unknown = words - users().keys()
+    if any(difflib.get_close_matches(word, users(), 1, 0.8) for word in unknown):
         return None
     votes: dict[str, list[float]] = {}
     for word in words - unknown:
-        for name in _users()[word]:
-            votes.setdefault(name, []).append(1 / len(_users()[word]))
+        for name in users()[word]:
+            votes.setdefault(name, []).append(1 / len(users()[word]))
     ranked = sorted(votes, key=lambda name: -sum(votes[name]))
     first, second = ([sum(votes[name]) for name in ranked[:2]] + [0.0, 0.0])[:2]
     told = first >= 1 and first >= 1.5 * second and 3 * len(votes[ranked[0]]) >= len(words)
@@ -244,10 +253,10 @@ def _divided(said: list[str]) -> tuple[list[str], tuple[str, ...]]:
     topic has in its name. What stands among numbers is one that is wrong."""
     is_number = [re.match(r"[-+.]*\d[-+.e\d; ]*$", word) is not None for word in said]
     last = max((i for i, yes in enumerate(is_number) if not yes), default=0) + 1
-    if any(is_number[1:last]) and _covering(_words(" ".join(said[:last]))) is None:
+    if any(is_number[1:last]) and _covering(plainly(" ".join(said[:last]))) is None:
         last = is_number.index(True, 1)
     exact = (
-        n for n in range(len(said), last, -1) if "".join(_words(" ".join(said[:n]))) in names()
+        n for n in range(len(said), last, -1) if "".join(plainly(" ".join(said[:n]))) in names()
     )
     last = next(exact, last)
     return said[:last], tuple(said[last:])
@@ -273,13 +282,22 @@ def explained(
 ) -> str:
     """The topic with the numbers of one call."""
     topic, values = called(name, numbers, given)
+    words = " ".join(_divided([name, *numbers])[0])
+    known = "".join(plainly(words)) in names()
+    heads = [] if as_json or known else [f"taken as: {topic.name}"]
+    if not as_json:
+        heads += [f"{word}, here: {text}" for word, text in meanings(topic.name, words).items()]
+    return "\n".join([*heads, described(topic, values, as_json)])
+
+
+def described(topic: Topic, values: dict[str, Any], as_json: bool = False) -> str:
+    """Question, formula, these values and the tables for them, code."""
     tables, formula = list(topic.compute(**values)), topic.formula.splitlines()
     if not as_json:
         said = "   ".join(f"{_flag(n)} {shown(value)}" for n, value in values.items())
-        words = " ".join(_divided([name, *numbers])[0])
-        lines = [] if "".join(_words(words)) in names() else [f"taken as: {topic.name}"]
-        lines += [f"{topic.name}: {topic.question}", "", *(f"  {line}" for line in formula)]
-        lines += ["", f"given: {said}", "", *(f"{table.text()}\n" for table in tables)]
+        lines = [f"{topic.name}: {topic.question}", "", *(f"  {line}" for line in formula), ""]
+        lines += [f"given: {said}", ""] if values else []
+        lines += [f"{table.text()}\n" for table in tables]
         return "\n".join([*lines, *(f"code: {place}" for place in topic.code)])
 
     data = {

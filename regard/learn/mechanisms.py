@@ -7,7 +7,7 @@ import math
 import tempfile
 import warnings
 from collections.abc import Iterator
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,6 +37,7 @@ from regard.decode.filters import min_p, top_k, top_p
 from regard.decode.sampling import beam_search, greedy
 from regard.decode.speculate import Index
 from regard.errors import Notice, UsageError
+from regard.evaluation.run import Shots
 from regard.kernels.linear import GROUP, TILE, Int4, pack
 from regard.layers import ACTIVATIONS, LM, MLP, Norm
 from regard.learn.explain import (
@@ -68,6 +69,7 @@ from regard.training.checkpoint import Checkpoints
 from regard.training.measure import text_scores
 from regard.training.objectives import causal
 from regard.training.optim import SHAPES, Optim, Schedule, clip, noam
+from regard.training.scheduled import Sampled, ScheduledSampling
 from regard.training.trainer import Train, Trainer
 
 ATTENTION, POOLING = "regard/attention/core.py", "regard/attention/pooling.py"
@@ -1078,6 +1080,125 @@ class Count:
 
     def describe(self) -> str:
         return "counting"
+
+
+@topic("regard/training/scheduled.py::ScheduledSampling", "regard/training/scheduled.py::inputs")
+def exposure_bias(
+    x: Numbers = (0.02, 0.3), steps: Numbers = (1.0, 50.0, 100.0), share: float = 0.25
+) -> Tables:
+    """What goes wrong when a model that has only read true words reads its own?
+
+    teacher forcing: p(y_t | true y_<t);   in use: p(y_t | its own y_<t)     w_t = e + (f - e) w_{t-1},  w_0 = 0
+    Exposure bias: after a wrong word it is in texts that training never showed, and errs more often. w_t: chance that
+    word t is wrong. Scheduled sampling: in training a share of the inputs are the model's own draws, but not the first.
+    x: e, chance of a wrong word after a right one; f, after a wrong one. steps: of training."""
+    if len(x) != 2 or not all(0 <= chance <= 1 for chance in x):
+        raise UsageError(
+            "--x are two chances of a wrong word: after a right one, after a wrong one"
+        )
+    e, f = x
+    rows: list[list[Any]] = []
+    wrong, words = 0.0, [1, 2, 5, 10, 20, 50]
+    for t in range(1, max(words) + 1):
+        wrong = e + (f - e) * wrong
+        if t in words:
+            rows.append([t, e, wrong, (1 - e) ** t])
+    columns = ["word", "after true words", "after its own", "all right so far"]
+    yield Table("chance that a word is wrong", columns, rows, "lines")
+    if not 0 <= share <= 1:
+        raise UsageError(f"--share is {share:g}; give a share from 0 to 1")
+    at = [whole("steps", step) for step in steps]
+    how = ScheduledSampling(share, max(at) if share else 0)
+    marked = Sampled(Count(), how, seed=0)
+    rows = []
+    for k in at:
+        own = cast(Tensor, marked.batch(k - 1).own)
+        marks = " ".join(".o"[int(mark)] for mark in own[0])
+        rows.append([k, how.at(k), marks, int(own.sum()), own.numel()])
+    columns = ["step", "share", "inputs of a row, o: its own", "own in the batch", "of"]
+    yield Table(f"scheduled sampling, the share rises for {how.warmup} steps", columns, rows)
+
+
+@topic("regard/training/objectives.py::classify", f"{LOSSES}::masked_lm_loss")
+def next_sentence_prediction(
+    x: Matrix = ((2.0, -1.0), (-1.0, 2.0), (0.5, 0.0), (1.0, 0.5)),
+    text: str = "a cat sat on the mat. the cat left its mat; rain fell all day. then the rain froze",
+) -> Tables:
+    """What did BERT learn from two sentences, and why was it dropped?
+
+    [CLS] A [SEP] B [SEP],   loss = - log softmax(W h_CLS)_label;   label 0: B follows A, 1: B is from another text
+    Half of each. The words that A and B share often tell them apart, without reading on: RoBERTa left this loss out
+    and lost nothing (Liu et al. 2019), ALBERT asks for the order of two neighbours. Here it is a task like any other on
+    pairs of texts: classify. text: sentences end with a dot, texts with a semicolon; x: two logits for each pair."""
+    parts = [[part.split() for part in each.split(".") if part.strip()] for each in text.split(";")]
+    pairs = []
+    for at, sentences in enumerate(parts):
+        for first, second in pairwise(sentences):
+            pairs += [(first, second, 0), (first, parts[at - 1][-1], 1)]
+    logits = rows_of("x", x, width=2)
+    if len(parts) < 2 or not all(parts) or len(pairs) != len(logits):
+        raise UsageError(f"--text gives {len(pairs)} pairs of two texts or more, --x {len(logits)}")
+    rows, total = [], 0.0
+    for (first, second, label), row in zip(pairs, logits):
+        loss = losses.masked_lm_loss(row[None], torch.tensor([label]))[0].item()
+        total += loss
+        types = f"{len(first) + 2} x 0, {len(second) + 1} x 1"
+        shared = len({*first} & {*second})
+        rows.append([" ".join(first), " ".join(second), shared, types, label, loss])
+    columns = ["A", "B", "words in common", "token types", "label", "loss"]
+    mean = f"mean loss {total / len(rows):.4f}; log 2 = {math.log(2):.4f} for who knows nothing"
+    yield Table(mean, columns, rows, "bars")
+
+
+@topic(
+    "regard/evaluation/run.py::Shots.prompt",
+    "regard/training/objectives.py::Prefer",
+    "regard/training/objectives.py::prefer",
+)
+def prompting(
+    x: Numbers = (-12.0, -14.0, -11.0, -10.0),
+    beta: float = 0.1,
+    shots: int = 2,
+    text: str = "sea = mer; tree = arbre; water = eau; house = maison",
+) -> Tables:
+    """How is a language model asked for something, and how does it learn to answer?
+
+    zero-shot: p(answer | question);   few-shot: p(answer | examples, question), in-context, and no weight moves
+    instruction tuning: - sum over the answer alone of log p(y_t | question, y_<t)
+    DPO: - log sigmoid(r_chosen - r_rejected),   r = beta (log p(answer) - log p_reference(answer))
+    The first two are regard eval --shots N, the others regard finetune, on chats and on preferences.
+    text: pairs, the last one asks; x: log p and log p_reference of the chosen answer, then of the rejected one."""
+    pool = [tuple(map(str.strip, pair.split("=", 1))) for pair in text.split(";") if "=" in pair]
+    if len(x) != 4 or len(pool) <= shots:
+        wanted = f"--text needs {shots + 1} pairs such as sea = mer; or more, --x four numbers"
+        raise UsageError(f"{wanted}, not {len(pool)} and {len(x)}")
+    *examples, asked = ((source, target) for source, target in pool)
+    rows: list[list[Any]] = []
+    for count in range(whole("shots", shots, 0, 20) + 1):
+        prompt = Shots(count, "{source} = {target}; ").prompt(examples, 0, asked)
+        name = {0: "zero-shot", 1: "one-shot"}.get(count, "few-shot")
+        rows.append([name, prompt, asked[1], len(prompt.split())])
+    yield Table("prompts, as eval --shots writes them", ["", "prompt", "answer", "words"], rows)
+    words = [*prompt.split(), *asked[1].split()]
+    at = torch.arange(len(words))
+    labels = torch.where(at < len(prompt.split()), losses.IGNORE, at)
+    logits = torch.zeros(len(words), len(words), dtype=torch.float64)
+    kinds = {"every word": at, "the answer alone": labels}
+    found = {name: losses.masked_lm_loss(logits, each) for name, each in kinds.items()}
+    rows = [[name, int(count), float(total)] for name, (total, count) in found.items()]
+    title = (
+        f"instruction data: what is counted, by a model that knows nothing of {len(words)} words"
+    )
+    yield Table(title, ["loss over", "words", "sum"], rows, "bars")
+    chosen, rejected = (positive("beta", beta) * (a - b) for a, b in (x[:2], x[2:]))
+    margin = real((chosen - rejected, 0.0))
+    rows = [
+        [name, float(-F.logsigmoid(m)), float(torch.sigmoid(-m)) * beta]
+        for name, m in zip(("given", "at the start: both as the reference"), margin)
+    ]
+    rewards = f"rewards {chosen:.4f} and {rejected:.4f}, margin {chosen - rejected:.4f}"
+    columns = ["DPO", "loss", "pull on log p"]
+    yield Table(rewards, columns, rows, "bars loss")
 
 
 @topic("regard/training/trainer.py::Trainer.resume", "regard/training/trainer.py::Trainer")
