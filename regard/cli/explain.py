@@ -27,11 +27,15 @@ class Question:
     regard explain online-softmax --x 1 3 2 --v 1 2 3         one step per key
     regard explain attention --q "1 0; 0 1" --k "1 0; 0 1; 1 1" --v "1; 2; 4"
     regard explain transformer --output transformer.png       the picture of a topic
+    regard explain --interview 6                              a question of interviews, derived and in numbers
     """
 
     topic: Annotated[Positional[str | None], flag("what to explain", "[TOPIC]")] = None
     numbers: Annotated[Positional[tuple[str, ...]], flag("for its first option", "[N ...]")] = ()
     output: Annotated[str | None, flag("draw its numbers: .png, .svg or .pdf", "FILE")] = None
+    interview: Annotated[
+        tuple[int, ...] | None, flag("a question of interviews, or their list", "[N]")
+    ] = None
     json: Annotated[Switch, arg(help="one JSON object")] = False
 
 
@@ -58,6 +62,8 @@ def run(options: Question) -> int:
 
     own = {field.name for field in fields(Question)}
     given = {n: x for n, x in asdict(options).items() if n not in own and x is not None}
+    if options.interview is not None:
+        return _interview(options, given)
     if options.topic is None:
         if given or options.output:
             raise UsageError("say which topic: regard explain TOPIC; regard explain lists them")
@@ -65,10 +71,30 @@ def run(options: Question) -> int:
         return 0
     text = explained(options.topic, options.numbers, given, as_json=options.json)
     if options.output:
-        from regard.learn.picture import drawn
-        from regard.see.plots import FORMATS, save
-
-        path = output_file(options.output, tuple(FORMATS), ".png, .svg or .pdf")
-        save(drawn(*called(options.topic, options.numbers, given)), path)
+        _draw(options.output, *called(options.topic, options.numbers, given))
     print(text)
     return 0
+
+
+def _interview(options: Any, given: dict[str, Any]) -> int:
+    from regard.learn.explain import described
+    from regard.learn.interview import asked, listed
+
+    wanted = options.interview
+    if options.topic is not None or given or len(wanted) > 1 or (options.output and not wanted):
+        raise UsageError(
+            "--interview stands alone, with the number of a question or without; "
+            "--output FILE and --json go with it: regard explain --interview 6"
+        )
+    if wanted and options.output:
+        _draw(options.output, asked(wanted[0]), {})
+    print(described(asked(wanted[0]), {}, options.json) if wanted else listed(options.json))
+    return 0
+
+
+def _draw(output: str, topic: Any, values: dict[str, Any]) -> None:
+    from regard.learn.picture import drawn
+    from regard.see.plots import FORMATS, save
+
+    path = output_file(output, tuple(FORMATS), ".png, .svg or .pdf")
+    save(drawn(topic, values), path)
