@@ -88,7 +88,7 @@ def test_every_heading_finds_its_topic(name: str, way: str) -> None:
     [
         ("sofmax", "softmax"),
         ("rotary possition", "rope"),
-        ("flash atention", "online-softmax"),
+        ("flash atention", "flash-attention"),
         ("kv cahce", "kv-cache"),
         ("label smothing", "label-smoothing"),
         ("softmax one", "softmax"),
@@ -106,7 +106,7 @@ def test_topic_that_no_row_names_is_said(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["explain", "Dropout", "Policies"]) == 0
     assert capsys.readouterr().out.startswith("taken as: dropout\ndropout: Why")
     assert main(["explain", "FlashAttention"]) == 0
-    assert capsys.readouterr().out.startswith("online-softmax: How")
+    assert capsys.readouterr().out.startswith("flash-attention: Why")
 
 
 def test_rows_have_a_name_a_command_and_a_page() -> None:
