@@ -103,7 +103,8 @@ def build(
 
     build("gpt2", layers=2, dim=64, heads=4), build("t5-small", attention=GQA(8, 2)), build("bart-base",
     **{"decoder.layers": 3}). A plain name is changed in every place that has it (dropout: in attention, in the
-    stream, in the embedding); a dotted one names a single place. Widths that are not said follow `dim`. Without
+    stream, in the embedding, and inside the feed-forward where the family drops there, as T5 does; GPT-2 does so with
+    **{"ffn.dropout": 0.1} beside it); a dotted one names a single place. Widths that are not said follow `dim`. Without
     `device` it lies on torch's default one, as `with torch.device("meta"):` sets it."""
     family = ""
     if isinstance(preset, str):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import regard
 from regard.attention.latent import LatentAttention
@@ -123,6 +124,24 @@ def test_dropout_reaches_every_place_that_the_family_has() -> None:
     assert set(everywhere(to_dict(config), "dropout").values()) == {0.2}
     config = regard.build("vit-small", dropout=0.2, device="meta").config
     assert (config.embedding.dropout, config.tower.attention.dropout) == (0.2, 0.2)
+
+
+def test_block_from_scratch_drops_inside_its_feed_forward_too() -> None:
+    """Twice, after the activation and after the second projection, as nn.Sequential has it in many texts; GPT-2 by
+    itself, as transformers has it, after the projection alone."""
+    small: dict[str, Any] = {"layers": 1, "dim": 16, "heads": 2, "vocab": 9, "dropout": 0.5}
+    x = torch.randn(2, 3, 16)
+    for more, inside in (({}, 0.0), ({"ffn.dropout": 0.25}, 0.25)):
+        block = regard.build("gpt2", **small, **more).train().tower.blocks[0]
+        act = nn.GELU(approximate="tanh")
+        up, down = block.ffn.up, block.ffn.down
+        theirs = nn.Sequential(up, act, nn.Dropout(inside), down, nn.Dropout(0.5)).train()
+        ours = []
+        for part in (theirs, block.ffn):
+            torch.manual_seed(3)
+            ours.append(part(x))
+        torch.testing.assert_close(*ours)
+        assert 0 < int((ours[0] == 0).sum()) < ours[0].numel()
 
 
 def test_dotted_name_is_stronger_in_any_order() -> None:

@@ -730,7 +730,9 @@ def feed_forward(x: Numbers, dim: int = 512, width: int = 2048) -> Tables:
     """What happens to a token between two attentions?
 
     FFN(x) = W_2 act(W_1 x + b_1) + b_2;   gated: W_2 (act(W_g x) * W_1 x)
-    The same for every position; wider inside (width f), and no token sees another."""
+    The same for every position; wider inside (width f), and no token sees another.
+    Dropout falls on what W_2 makes (tower.dropout: GPT-2, BERT), in T5 and many blocks written from scratch also on
+    act(...), before W_2 (ffn.dropout): build("gpt2", dropout=0.1, **{"ffn.dropout": 0.1}) has both."""
     curves = {name: act(real(x)) for name, act in ACTIVATIONS.items() if name != "tanh"}
     sizes = []
     for kind, gated in (("plain", False), ("gated", True)):
