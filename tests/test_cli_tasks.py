@@ -255,6 +255,7 @@ READ = {
     "tag": "train = 'tags.jsonl', rows = 2",
     "answer": "train = 'asked.jsonl', rows = 2",
     "image": "train = 'x.npz', rows = 2",
+    "segment": "train = 'parts.npz', rows = 2",
     "caption": "train = 'said.npz', rows = 2",
     "draw": "train = 'said.npz', rows = 2",
     "chat": "train = 'chats.jsonl', length = 64, rows = 2",
@@ -272,12 +273,13 @@ def test_peek_shows_every_task(task: str, home: Path, capsys: pytest.CaptureFixt
     asked = {"text": "who", "second": "it was Ann", "start": 7, "end": 10}
     (home / "asked.jsonl").write_text(f"{json.dumps(asked)}\n" * 2)
     np.savez(home / "x.npz", x=np.zeros((4, 8, 8), np.uint8), y=np.arange(4) % 2)
+    np.savez(home / "parts.npz", x=np.zeros((4, 8, 8), np.uint8), y=np.arange(16).reshape(4, 2, 2))
     np.savez(home / "said.npz", x=np.zeros((4, 8, 8), np.uint8), y=np.array(["a", "b c"] * 2))
     talk = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "Ann"}]
     (home / "chats.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * 4)
     pair = {"prompt": "who?", "chosen": "Ann", "rejected": "nobody"}
     (home / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 4)
-    tokenizer = "" if reads == "image" else "tokenizer = { kind = 'chars' }"
+    tokenizer = "" if reads in ("image", "segment") else "tokenizer = { kind = 'chars' }"
     model = f"model = {{ preset = '{TASKS[task].presets.split()[0]}' }}"
     text = f"task = '{task}'\n{model}\ndata = {{ {READ[reads]} }}\n{tokenizer}\n"
     (home / "task.toml").write_text(text)

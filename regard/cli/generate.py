@@ -68,7 +68,8 @@ class Options:
     """Answer a prompt.
 
     regard generate MODEL "Once upon a time"                      the most probable text, as it is made
-    regard generate MODEL photo.png                               a model of pictures: what it says of one
+    regard generate MODEL photo.png                               a model of pictures: what it says of one, or
+                                                                  which class it gives each of the patches
     regard generate MODEL "a bold seven"                          a painter: the picture, in characters
     regard generate MODEL "Once" --temperature 0.8 --top-p 0.9    drawn; --seed N for another one
     echo "Once" | regard generate MODEL --json                    prompt from stdin; ids, log-probabilities, score
@@ -101,7 +102,7 @@ def run(options: Options) -> int:
     from regard.cli.data import picture
     from regard.decode.defaults import settings_of
     from regard.decode.generate import Unanswered, answers, failed, stream
-    from regard.evaluation.model import draw, notice_length
+    from regard.evaluation.model import draw, notice_length, segmented, segments
     from regard.models import Painter
 
     given = settings_in(options)
@@ -112,8 +113,17 @@ def run(options: Options) -> int:
     text = cli.given_text(options.prompt)
     prompt = ids_in(text) if options.ids else text
     opened = cli.open_model(options.model, options.machine)
+    unset = replace(options, prompt=None, machine=cli.Machine()) == Options(options.model)
+    if segments(opened.plain):
+        if not unset:
+            raise UsageError("this model labels a picture's patches; leave all other settings out")
+        patches = segmented(opened, Path(text))
+        wide = max(len(name) for row in patches for name in row)
+        for row in patches:
+            print(" ".join(name.ljust(wide) for name in row).rstrip())
+        return 0
     if isinstance(opened.plain, Painter):
-        if replace(options, prompt=None, machine=cli.Machine()) != Options(options.model):
+        if not unset:
             raise UsageError("this model draws a picture of a text; leave all other settings out")
         # Every second line is left out.
         twice = draw(opened, [text])[0].repeat_interleave(2, 1).repeat_interleave(2, 2)

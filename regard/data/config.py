@@ -49,12 +49,15 @@ KINDS: dict[str, Kind] = {
     "tag": Kind(("words", "tags"), tokens.fill_tagged, ("words",)),
     "answer": Kind(("text", "second", "start", "end"), tokens.fill_answers, ("text", "second")),
     "image": Kind(("image", "label"), tokens.fill_pictures),
+    "segment": Kind(("image", "label"), tokens.fill_segmented),
     "caption": Kind(("image", "label"), tokens.fill_captions, ("label",)),
     "draw": Kind(("image", "label"), tokens.fill_captions, ("label",)),
 }
-# Kinds whose documents are plain text, or the target of a source; that may share a row; that hold chats; pictures.
+# Kinds whose documents are plain text, or the target of a source; that hold pictures; whose pictures may be scaled and
+# moved, as no patch has a class; that may share a row; that hold chats.
 PLAIN = ("lm", "mlm")
-PICTURED = ("image", "caption", "draw")
+PICTURED = ("image", "segment", "caption", "draw")
+MOVED = ("image", "caption", "draw")
 ROWED = (*PLAIN, "chat")
 CHATS = ("chat", "prefer")
 TEXTS = tuple(name for name, kind in KINDS.items() if kind.texts and name not in PICTURED)
@@ -70,11 +73,11 @@ USED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "header": (TEXTS, ("tsv", "csv")),
     "delimiter": (TEXTS, ("csv",)),
     "encoding": (TEXTS, ("text", "tsv", "csv", "jsonl", "squad", "parallel")),
-    "size": (PICTURED, ("images",)),
+    "size": (MOVED, ("images",)),
     **dict.fromkeys(("length", "tokens", "overlong", "multiple"), (TEXTS, ())),
     "pack": (ROWED, ()),
     "template": (CHATS, ()),
-    **dict.fromkeys(("shift", "flip"), (PICTURED, ())),
+    **dict.fromkeys(("shift", "flip"), (MOVED, ())),
     "paste": (("image",), ()),
 }
 # Settings that there were -> what is no longer done; off, they change nothing.
@@ -398,7 +401,7 @@ def feed_of(
 ) -> feeds.Base:
     """The feed over columns whose fingerprint is `name`."""
     more: dict[str, Any] = {"batching": batching, "held": held, "fingerprint": name}
-    if task == "image":
+    if task in ("image", "segment"):
         more |= {n: getattr(data, n) for n in ("shift", "flip", "paste")}
         return ImageFeed(columns["images"], columns["labels"], **more)
     assert coder is not None

@@ -28,17 +28,39 @@ IDX = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">
 def pictures(source: Source) -> tuple[np.ndarray, list[str]]:
     """Bytes (n h w c) and the class of each, by name or by number: of npz files, pairs of npy or idx files, or folders
     of PNG or JPEG files with a folder per class."""
+    images, labels = _joined(source, 1)
+    return images, labels.tolist()
+
+
+def segmented(source: Source) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes (n h w c), and the class of each patch (n rows columns), by name or by number: of npz files, or pairs of
+    npy or idx files."""
+    return _joined(source, 3)
+
+
+def _joined(source: Source, axes: int) -> tuple[np.ndarray, np.ndarray]:
+    """The pictures of all files, and the names of their classes, an array with so many axes."""
     beside = source.beside_files()
-    parts = [_arrays(path, source, beside[i : i + 1]) for i, path in enumerate(source.files())]
-    shapes = {x.shape[1:] for x, _ in parts}
-    if len(shapes) > 1:
-        listed = " and ".join(map(str, sorted(shapes)))
-        raise DataError(f"pictures of different sizes: {listed} (height, width, channels)")
-    return np.concatenate([x for x, _ in parts]), [label for _, y in parts for label in y]
+    files = enumerate(source.files())
+    parts = [_arrays(path, source, beside[i : i + 1], axes) for i, path in files]
+    for what, sizes in zip(("pictures", "classes"), zip(*parts, strict=True), strict=True):
+        shapes = {x.shape[1:] for x in sizes}
+        if len(shapes) > 1:
+            listed = " and ".join(map(str, sorted(shapes)))
+            axis = "height, width, channels" if what == "pictures" else "rows, columns"
+            raise DataError(f"{what} of different sizes: {listed} ({axis})")
+    images, labels = (np.concatenate(side) for side in zip(*parts, strict=True))
+    return images, labels
 
 
-def _arrays(path: Path, source: Source, beside: list[Path]) -> tuple[np.ndarray, list[str]]:
+def _arrays(
+    path: Path, source: Source, beside: list[Path], axes: int
+) -> tuple[np.ndarray, np.ndarray]:
     kind = format_of(path, source.format)
+    if axes > 1 and kind == "images":
+        raise UsageError(
+            f"{path} is a folder, which has a class for each picture; give an npz file with one for each patch"
+        )
     if kind not in ARRAYS:
         raise UsageError(
             f"{path} holds no pictures; give a folder with one folder for each class, an npz file, or two npy or idx "
@@ -59,13 +81,16 @@ def _arrays(path: Path, source: Source, beside: list[Path]) -> tuple[np.ndarray,
             f"{path} must hold bytes of shape (n, height, width) or (n, height, width, channels), it holds {x.dtype} "
             f"{x.shape}"
         )
-    if y.ndim != 1 or y.dtype.kind not in "iuU":
-        raise DataError(f"classes of {path} must be n numbers or names, got {y.dtype} {y.shape}")
+    if y.ndim != axes or y.dtype.kind not in "iuU":
+        want = "n" if axes == 1 else "(n, rows, columns)"
+        raise DataError(
+            f"classes of {path} must be {want} numbers or names, got {y.dtype} {y.shape}"
+        )
     if len(x) != len(y):
         raise DataError(f"{path} has {len(x):,} pictures and {len(y):,} classes")
     if len(x) == 0:
         raise DataError(f"{path} is empty: it holds no examples")
-    return x, [str(label) for label in y.tolist()]
+    return x, y.astype(str)
 
 
 def load_arrays(path: Path) -> Any:
@@ -105,7 +130,7 @@ def _idx(path: Path) -> np.ndarray:
     return np.frombuffer(data, kind, offset=4 + 4 * axes).reshape(shape)
 
 
-def _folder(path: Path, source: Source) -> tuple[np.ndarray, list[str]]:
+def _folder(path: Path, source: Source) -> tuple[np.ndarray, np.ndarray]:
     needed("PIL.Image", "reading PNG and JPEG pictures", "pillow")
     classes = sorted(p for p in path.iterdir() if p.is_dir())
     found = ([f for f in sorted(p.iterdir()) if f.suffix.lower() in SUFFIXES] for p in classes)
@@ -123,7 +148,7 @@ def _folder(path: Path, source: Source) -> tuple[np.ndarray, list[str]]:
                 f"say size = {min(first[:2])} to scale them"
             )
         images.append(image)
-    return np.stack(images), [file.parent.name for file in files]
+    return np.stack(images), np.array([file.parent.name for file in files])
 
 
 # Of pictures that somebody sent: what kinds, and how many pixels.

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from regard.data.config import LONG, Data, text_roles
-from regard.data.pictures import SUFFIXES, pictures
+from regard.data.config import KINDS, LONG, Data, text_roles
+from regard.data.pictures import SUFFIXES, pictures, segmented
 from regard.data.read import records, wording
 from regard.data.shards import MANIFEST, Shards, SourceHashes, open_shards, read_manifest
 from regard.data.source import Source, chunks, format_of, packing
@@ -73,8 +73,8 @@ def survey(
     `reads`: a row of KINDS; `recipe`: how the tokenizer is learned, if it is, else the folder `tokenizer` has it;
     `folder` is the run's; `start` the model that [model] folder names, or None."""
     source = data.source()
-    if reads == "image":
-        return _pictured(source)
+    if not KINDS[reads].texts:
+        return _pictured(source, segmented if reads == "segment" else pictures)
     # The first examples, each a text for every role.
     examples = _read(source, text_roles(reads, data))
     texts = _first(examples)
@@ -103,7 +103,7 @@ def survey(
     return replace(guessed, **more)
 
 
-def _pictured(source: Source) -> Survey:
+def _pictured(source: Source, read: Callable[[Source], Any]) -> Survey:
     homes = [path for path in source.files() if format_of(path, source.format) == "images"]
     if homes:
         folders = [p for home in homes for p in home.iterdir() if p.is_dir()]
@@ -111,9 +111,9 @@ def _pictured(source: Source) -> Survey:
         number = len(files)
         names = {p.name for p in folders}
     else:
-        images, labels = pictures(source)
+        images, labels = read(source)
         number = len(images)
-        names = set(labels)
+        names = {*np.ravel(labels).tolist()}
     return Survey(number, classes=len(names), exact=True, counted=True)
 
 

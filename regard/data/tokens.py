@@ -15,7 +15,7 @@ import numpy as np
 from tokenizers import decoders
 
 from regard.data.feed import IGNORE, UNANSWERED
-from regard.data.pictures import pictures
+from regard.data.pictures import pictures, segmented
 from regard.data.read import length_of, records
 from regard.data.shards import Writer, token_dtype
 from regard.data.source import DataError, LongText, Record, Source, Text, parts_of
@@ -467,6 +467,17 @@ def fill_pictures(filling: Filling) -> None:
     number = filling.numbers(lambda: ordered(set(names)))
     filling.writer.array("images", images)
     filling.writer.array("labels", np.array([number[name] for name in names], np.int64))
+    filling.writer.notes = {"records": len(images), "empty": 0, **number.notes}
+
+
+def fill_segmented(filling: Filling) -> None:
+    """Pictures, and the class of each patch, row by row."""
+    images, labels = segmented(filling.source)
+    names, numbers = np.unique(labels, return_inverse=True)
+    number = filling.numbers(lambda: ordered({*names.tolist()}))
+    known = np.array([number[name] for name in names.tolist()], np.int64)
+    filling.writer.array("images", images)
+    filling.writer.array("labels", known[numbers].reshape(len(labels), -1))
     filling.writer.notes = {"records": len(images), "empty": 0, **number.notes}
 
 

@@ -25,7 +25,7 @@ from regard.errors import DATA, RUN, Fault, UsageError, blaming, check_choice, n
 from regard.fast.cpu import Prepared, perplexity, prepare
 from regard.files import TRAINED, json_object
 from regard.kernels.linear import half_is_fast
-from regard.layers import MLM, Answer, Classify
+from regard.layers import MLM, Answer, Classify, Tag
 from regard.machine import pick_device
 from regard.models import Model, Painter, Patches, Transformer
 from regard.models.adapt import class_names
@@ -209,7 +209,15 @@ def patches_of(model: Any) -> Patches | None:
 
 def check_reads_text(model: Any) -> None:
     if patches_of(model) is not None:
-        raise UsageError("this model reads images: regard generate MODEL picture.png")
+        how = (
+            "classify" if isinstance(getattr(model.config, "head", None), Classify) else "generate"
+        )
+        raise UsageError(f"this model reads images: regard {how} MODEL picture.png")
+
+
+def segments(model: Any) -> bool:
+    """Whether it gives each patch of a picture a class."""
+    return patches_of(model) is not None and isinstance(getattr(model.config, "head", None), Tag)
 
 
 def draw(opened: Opened, texts: Sequence[str]) -> Tensor:
@@ -221,6 +229,18 @@ def draw(opened: Opened, texts: Sequence[str]) -> Tensor:
         return opened.model(*padded(rows, next(opened.model.parameters()).device)).float().cpu()
 
 
+def segmented(opened: Opened, file: Path) -> list[list[str]]:
+    """The names of the classes of a picture's patches, row by row."""
+    model, patches = opened.model, patches_of(opened.model)
+    assert patches is not None
+    picture = Pictures(patches, model.origin).file(file)
+    device, side = next(model.parameters()).device, patches.size // patches.patch
+    with torch.inference_mode():
+        best = model(picture[None].to(device))[0].argmax(-1).unflatten(0, (side, side)).tolist()
+    names = class_names(model)
+    return [[names[i] for i in row] for row in best]
+
+
 # --- labels ---------------------------------------------------------------------------------------
 
 
@@ -229,6 +249,10 @@ class Classifier:
 
     def __init__(self, opened: Opened, overlong: str = "error", name: str = "MODEL"):
         self.model, patches = opened.model, patches_of(opened.model)
+        if segments(self.model):
+            raise UsageError(
+                "this model labels patches of a picture: regard generate MODEL picture.png"
+            )
         if not isinstance(getattr(self.model.config, "head", None), Classify):
             why = "this model has no classification head; answers would be random; train one"
             how = f'a config with task = "classify" and [model] folder = "{name}"'

@@ -89,9 +89,9 @@ def evaluate(
     """Measure a model, or one from its folder or its run's, on files; `target` has the other side
     of parallel ones.
 
-    `metrics`: loss, perplexity, bleu, bleu_lc, chrf, rouge (or rouge1, rouge2, rougeL, rougeLsum), exact, accuracy, f1;
-    by default those of the model's task. `beams` are those of translation. `length`: tokens of a row, by default as in
-    training. Examples that are longer are an error, unless `overlong` is "truncate". `device` is
+    `metrics`: loss, perplexity, bleu, bleu_lc, chrf, rouge (or rouge1, rouge2, rougeL, rougeLsum), exact, accuracy, f1,
+    iou; by default those of the model's task. `beams` are those of translation. `length`: tokens of a row, by default
+    as in training. Examples that are longer are an error, unless `overlong` is "truncate". `device` is
     auto, cpu, cuda or cuda:N; `dtype` auto, fp32 or bf16; `quantize`: hold weights in "int8" or
     "int4". `reading`: format, unit, marker, columns, header, size, as in [data].
 
@@ -168,6 +168,8 @@ def task_of(model: Model) -> str:
         return "image" if pictures else "classify"
     if head is None:
         raise Fault("this model has no head, so it answers nothing; embed gives vectors", DATA)
+    if opening.segments(model):
+        return "segment"
     return {Tag: "tag", Answer: "answer", MLM: "mlm"}.get(type(head), "lm")
 
 
@@ -193,9 +195,11 @@ class Judge:
         with blaming(DATA):
             model = opening.loaded(model, place, dtype, packed=quantize != "none")
             self.task = task_of(model)
-            self.tokenizer = None if self.task == "image" else needed(tokenizer_of(model))
+            worded = self.task not in ("image", "segment")
+            self.tokenizer = needed(tokenizer_of(model)) if worded else None
         self.coder = None if self.tokenizer is None else Coder(self.tokenizer)
-        self.classes = class_names(model) if self.task in measuring.LABELLED[:3] else []
+        named = self.task in measuring.LABELLED and self.task != "answer"
+        self.classes = class_names(model) if named else []
         self.patches = opening.patches_of(model)
         self.quantized = quantize != "none" or isinstance(model, Prepared)
         self.model: Any = model if quantize == "none" else prepare(model, quantize, consume=ours)
@@ -302,6 +306,10 @@ class Judge:
         self.about = _examples(notes["records"] - notes["empty"])
         if self.patches is not None:
             self._fit(columns["images"].values.shape[1:])
+            labels = columns["labels"].values if self.task == "segment" else None
+            if labels is not None and labels.shape[1] != self.patches.count:
+                has, want = (f"{n:,}" for n in (labels.shape[1], self.patches.count))
+                raise Fault(f"classes are of {has} patches, the model reads {want}", DATA)
         if coder is not None:
             self.about += f", {notes['tokens']:,} tokens"
             if self.data.overlong == "error" and self.length is not None:

@@ -73,12 +73,14 @@ class Transformer(Model):
 
     def forward(self, ids: Tensor, lengths: Lengths = None, **options: Any) -> Tensor:
         """ids (b t) or images (b c h w) -> what the head gives: (b t V), (b labels), (b t labels), or hidden states.
-        The options are those of `hidden`."""
+        Of an image a Tag head labels the patches alone. The options are those of `hidden`."""
         h, head = self.hidden(ids, lengths, **options), self.config.head
         if isinstance(head, Classify) and head.token == "last":
             h = base.last_real(h, lengths)[:, None]  # b 1 m
         if isinstance(head, Classify) and head.token == "mean":
             h = mean_real(h, lengths)[:, None]
+        if isinstance(head, Tag) and isinstance(self.embedding, PatchEmbedding):
+            h = h[:, self.embedding.config.extra :]
         return self.logits(h)
 
     def hidden(

@@ -22,6 +22,7 @@ MAKERS: dict[str, Callable[[Path], str]] = {
     "digits": corpora.make_digits,
     "captions": corpora.make_captions,
     "drawings": corpora.make_drawings,
+    "segments": corpora.make_segments,
     "verses": corpora.make_pairs,
     "parts": corpora.make_parts,
     "sums": corpora.make_sums,
@@ -29,7 +30,7 @@ MAKERS: dict[str, Callable[[Path], str]] = {
 NAMES = (
     *("dates", "dates-gru", "gpt-pydoc", "vit-digits", "kjv", "bert-pretrain", "bert-finetune"),
     *("t5-pretrain", "bart-pretrain", "dsa-base", "dsa-warmup", "dsa-sparse", "captions"),
-    *("chat", "prefer", "digits-from-text"),
+    *("chat", "prefer", "digits-from-text", "segment"),
 )
 
 

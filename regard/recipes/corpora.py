@@ -20,6 +20,7 @@ FILLED = "by amos"  # verses that the World English Bible lacks have this note
 HEADING = re.compile(r"\s{4,}Psalm \d+.*", re.DOTALL)  # of the next psalm, behind the last verse
 # Label -> its last book, counted from 1.
 PARTS = {"law": 5, "history": 17, "poetry": 22, "prophets": 39, "gospels": 44, "letters": 65}
+INK = 96  # a pixel that is at least so bright is a part of a digit
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # A verse's number is book, three digits of chapter, three of verse.
 CHAPTER, BOOK = 1_000, 1_000_000
@@ -147,6 +148,44 @@ def make_drawings(folder: Path) -> str:
                 texts[half] = f"a {kind} {name}"
         np.savez(path, x=data["x"], y=texts)
     return f"{about}, each with a text that asks for it"
+
+
+def make_segments(folder: Path, seed: int = 0, train: int = 8_000, valid: int = 400) -> str:
+    """Pictures of 16 x 16 pixels with up to three of these digits in noise, and what each patch of 2 x 2 pixels
+    shows: train.npz and valid.npz, x (n 16 16) bytes and y (n 8 8), "." or a digit. Pictures of valid have digits
+    that are in none of train; what was made."""
+    make_digits(folder, seed)
+    rng = np.random.default_rng(seed)
+    for name, count in (("train", train), ("valid", valid)):
+        data = np.load(folder / f"{name}.npz")
+        made = [scene(data["x"], data["y"], rng) for _ in range(count)]
+        x, y = (np.stack(side) for side in zip(*made, strict=True))
+        np.savez(folder / f"{name}.npz", x=x, y=y)
+    return f"{train:,} pictures with digits in noise to learn from, and {valid:,} with other digits"
+
+
+def scene(
+    digits: np.ndarray, labels: np.ndarray, rng: np.random.Generator, size: int = 16, patch: int = 2
+) -> tuple[np.ndarray, np.ndarray]:
+    """A picture with some digits, which do not overlap and begin where a patch does, and what each patch shows: the
+    digit whose ink covers most of it, and at least half, or "." for the background."""
+    side, noise = digits.shape[1], rng.integers(0, 64, (size, size), np.uint8)
+    picture, owner = np.zeros((size, size), np.uint8), np.full((size, size), -1)
+    taken = np.zeros((size, size), bool)
+    for number in rng.integers(0, len(digits), rng.integers(1, 4)):
+        # A place that is free, if one is found.
+        for row, column in patch * rng.integers(0, (size - side) // patch + 1, (20, 2)):
+            here = np.s_[row : row + side, column : column + side]
+            if not taken[here].any():
+                taken[here] = True
+                picture[here] = digits[number]
+                owner[here] = np.where(digits[number] >= INK, labels[number], -1)
+                break
+    patches = owner.reshape(size // patch, patch, size // patch, patch).swapaxes(1, 2)
+    pixels = np.stack([(patches == digit).sum((2, 3)) for digit in range(10)], -1)
+    covered = pixels.max(-1) >= patch * patch / 2
+    names = np.array([*map(str, range(10)), "."])
+    return np.maximum(picture, noise), names[np.where(covered, pixels.argmax(-1), -1)]
 
 
 def make_pydoc(folder: Path, share: int = 10) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 from jinja2.sandbox import SandboxedEnvironment
 
 from regard.see.format import clip, columns, level, number, short, small, spark, visible
-from regard.see.page import SERIES, document, environment, image
+from regard.see.page import SERIES, document, environment, hues, image, png
 
 Point = tuple[float, float]
 Row = Sequence[object]
@@ -249,6 +249,16 @@ def shades(pixels: Sequence[Sequence[int]], title: str) -> str:
     """A picture of bytes as a thumbnail; what is bright is ink."""
     # Maps take roots, and what is 0 is masked in them.
     return heat(np.square((np.array(pixels, float) + 1) / 256), title, most=1.0)
+
+
+def mosaic(classes: Sequence[Sequence[int]], title: str) -> str:
+    """Classes of patches as a thumbnail, a colour for each but the first, which is grey."""
+    numbers = np.array(classes)
+    # One colour of a PNG's 256 is that of the first.
+    numbers = np.where(numbers > 0, 1 + (numbers - 1) % 255, 0).astype(np.uint8)
+    size = (96.0, 96.0 * numbers.shape[0] / numbers.shape[1])
+    images = {scheme: png(numbers, hues(scheme)) for scheme in ("light", "dark")}
+    return _draw("heat", title, 0, 0.0, 0.0, *size, images, (), ())
 
 
 # --- numbers of an axis ---------------------------------------------------------------------------

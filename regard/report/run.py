@@ -6,6 +6,7 @@ import math
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from regard.errors import UsageError
 from regard.machine import size
 from regard.models import PainterConfig
 from regard.report.folder import Event, Run, Summary, is_best, smooth, summary
-from regard.report.page import Block, Figure, Series, heat, lines, shades
+from regard.report.page import Block, Figure, Series, heat, lines, mosaic, shades
 from regard.see.format import clip, number, short, span, visible
 from regard.see.look import Given, drawing, names, trace, writing
 from regard.text import needed
@@ -72,7 +73,7 @@ def look(run: Run) -> tuple[list[Map], str]:
 
 def _look(run: Run) -> tuple[list[Map], str]:
     task = run.info.get("task")
-    if task == "image":
+    if task in ("image", "segment"):
         raise UsageError("the model reads pictures, of which samples hold the labels alone")
     full = [s for s in run.samples if s["source"].strip() or s["text"].strip()]
     if not full:
@@ -277,17 +278,19 @@ def _samples(run: Run) -> Iterator[Block]:
 
 
 def _pictures(samples: Sequence[Event]) -> Iterator[Block]:
-    """What was drawn of each source at some steps, and at the end all of its pictures."""
+    """What was drawn of each source, or found in it, at some steps, and at the end all of its pictures."""
     for source in dict.fromkeys(s["source"] for s in samples):
-        each = [s for s in samples if s["source"] == source]
-        chosen = [each[i] for i in _spaced(len(each), STAGES)]
+        own = [s for s in samples if s["source"] == source]
+        chosen = [own[i] for i in _spaced(len(own), STAGES)]
         figures = []
         for s in chosen:
+            each = [(name, partial(mosaic, grid)) for name, grid in s.get("classes", {}).items()]
+            each += [(name, partial(shades, pixels)) for name, pixels in s["pictures"].items()]
             # The first of its pictures is the answer; the others are the same at every step.
-            (_, answer), *others = s["pictures"].items()
+            (_, answer), *others = each
             title = f"step {s['step']}: {s['text']}"
-            figures.append(Figure(shades(answer, title), title))
-        figures += [Figure(shades(pixels, name), name) for name, pixels in others]
+            figures.append(Figure(answer(title), title))
+        figures += [Figure(draw(name), name) for name, draw in others]
         yield Block("text", f"from: {clip(visible(source), 300)}")
         yield Block("thumbnails", figures=figures)
 

@@ -13,6 +13,7 @@ masked, is grey."""
 from __future__ import annotations
 
 import base64
+import colorsys
 import hashlib
 import json
 import math
@@ -275,11 +276,24 @@ def levels(values: np.ndarray, most: float | None = None, signed: bool = False) 
 def image(values: np.ndarray, scheme: str, most: float | None = None) -> str:
     """A map as the data address of a PNG with one pixel for each value: thousands of them cost a
     browser nothing."""
-    rows = levels(values, most)
+    return png(levels(values, most), table(scheme))
+
+
+def hues(scheme: str) -> np.ndarray:
+    """256 colours that neighbours do not share, as bytes (256 3); the first is that of what is masked."""
+    light = 0.42 if scheme == "light" else 0.62
+    # Steps of the golden ratio never come back to a hue.
+    each = [colorsys.hls_to_rgb(0.618034 * i % 1, light, 0.6) for i in range(255)]
+    colours = np.rint(255 * np.array(each))
+    return np.concatenate([RAMPS[scheme]["masked"], colours]).astype(np.uint8)
+
+
+def png(rows: np.ndarray, colours: np.ndarray) -> str:
+    """The data address of a picture with the colour of each number (h w)."""
     lines = np.pad(rows, ((0, 0), (1, 0))).tobytes()
     chunks = {
         b"IHDR": struct.pack(">IIBBBBB", rows.shape[1], rows.shape[0], 8, 3, 0, 0, 0),
-        b"PLTE": table(scheme).tobytes(),
+        b"PLTE": colours.tobytes(),
         b"IDAT": zlib.compress(lines),
         b"IEND": b"",
     }

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from regard.checkpoint import load as load_model
@@ -19,7 +20,7 @@ from regard.checkpoint.adapter import load_adapter, save_adapter
 from regard.checkpoint.hf import Origin, cast
 from regard.checkpoint.hf import save as save_model
 from regard.config import having, to_dict
-from regard.data.config import CHATS, Data, Loaded, text_roles
+from regard.data.config import CHATS, KINDS, Data, Loaded, text_roles
 from regard.data.config import load as load_data
 from regard.data.corrupt import Marks
 from regard.data.feed import Feed, Objective, TextFeed
@@ -185,7 +186,7 @@ def read_data(
     config: Config, start: Any, folder: Path
 ) -> tuple[dict[str, bytes], Coder | None, Loaded]:
     reads = TASKS[config.task].reads
-    files = {} if reads == "image" else tokenizer_files(config, start, folder)
+    files = tokenizer_files(config, start, folder) if KINDS[reads].texts else {}
     if template := config.data.template_file():
         templates = {} if start is None else needed(Tokenizer.from_files(files, {})).templates
         if templates.get("default", template.decode()) != template.decode():
@@ -462,6 +463,12 @@ def check_fits(model: Any, loaded: Loaded, data: Data) -> None:
                 f"the pictures are {' x '.join(map(str, shape))}, the model "
                 f"{'draws' if drawn else 'reads'} {want.size} x {want.size} x "
                 f"{want.channels}; say other size and channels in [model], or scale them by data.size"
+            )
+        first = feed.labels.at(np.array([0]))[0]
+        if first.ndim and len(first) != want.count:
+            raise UsageError(
+                f"the data have classes of {len(first):,} patches of a picture, the model reads {want.count:,}; "
+                "say another patch in [model]"
             )
     packed = isinstance(feed, TextFeed) and feed.pack == "documents"
     if packed and not model.towers:

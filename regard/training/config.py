@@ -19,7 +19,7 @@ from torch import nn
 
 from regard.checkpoint.hf import widen
 from regard.config import Choice, Count, Fraction, Positive, from_dict, settings, to_dict
-from regard.data.config import ROWED, Data, check_used, still_known
+from regard.data.config import KINDS, ROWED, Data, check_used, still_known
 from regard.data.corrupt import Corrupted, Marks, Noise
 from regard.data.feed import Feed, Objective
 from regard.data.train_tokenizer import Recipe
@@ -321,7 +321,7 @@ def check(config: Config) -> None:
 def recipe_of(config: Config) -> Recipe | None:
     """How the tokenizer is learned; nothing where none is."""
     settings, reads = dict(config.tokenizer), TASKS[config.task].reads
-    if reads == "image":
+    if not KINDS[reads].texts:
         if settings:
             raise UsageError(f"[tokenizer] is not used by the task {config.task}; leave it out")
         return None

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from regard.checkpoint import load
 from regard.config import from_dict
-from regard.data.config import SETTINGS
+from regard.data.config import PICTURED, SETTINGS
 from regard.data.read import ARRAYS, Source, first_rows, format_of
 from regard.errors import DATA, UsageError, blaming, check_choice, notice
 from regard.files import resolve_model
@@ -136,7 +136,7 @@ def decide(
         check_choice("task", task, TASKS)
     task, columns = chosen_task(source, rows, task, kind_of(start), model)
     size: dict[str, Any] = {"rows": 8 if TASKS[task].packed else 16}
-    if TASKS[task].reads not in ("image", "caption"):
+    if TASKS[task].reads not in PICTURED:
         # Texts of a language model are cut to rows; of all else what is too long is cut off.
         cut = "split" if task in ("lm", "mlm") else "truncate"
         size |= {"length": min(LENGTH, context_of(start) or LENGTH), "overlong": cut}

@@ -1,8 +1,8 @@
 """How good a model is on data: the loss, and what its answers are worth. Joins training's feeds and objectives, the
 decoder and the tokenizer; the training loop and `regard eval` use it.
 
-Of the metrics, which need answers and references alone, shares (accuracy, exact, f1) go from 0 to 1, bleu, chrf and
-those of ROUGE from 0 to 100.
+Of the metrics, which need answers and references alone, shares (accuracy, exact, f1, iou) go from 0 to 1, bleu, chrf
+and those of ROUGE from 0 to 100.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from regard.training.objectives import REWARDS, Tally, label_logits, padding
 from regard.training.tasks import ROUGE, TASKS, Task
 
 # Kinds of data whose answers are labels, and whose answers are texts.
-LABELLED, WRITING = ("classify", "image", "tag", "answer"), ("seq2seq", "caption")
+LABELLED, WRITING = ("classify", "image", "segment", "tag", "answer"), ("seq2seq", "caption")
+# Kinds whose examples have several labels, each a class.
+MANY = ("segment", "tag")
 # Kinds whose answers, labels or pictures, one call of the model gives.
 CALLED = (*LABELLED, "draw")
 DRAWINGS = 12  # texts whose drawings are shown
@@ -44,7 +46,20 @@ Sample = dict[str, Any]
 Span = tuple[int, int]  # first and last token
 # Metrics, and whether more of it is better. f1 is macro_f1, span_f1 or overlap_f1.
 METRICS = {"loss": False, "perplexity": False} | dict.fromkeys(
-    ("bleu", "bleu_lc", "chrf", *ROUGE, "exact", "accuracy", "f1", "nearest", "sts", *REWARDS), True
+    (
+        "bleu",
+        "bleu_lc",
+        "chrf",
+        *ROUGE,
+        "exact",
+        "accuracy",
+        "f1",
+        "iou",
+        "nearest",
+        "sts",
+        *REWARDS,
+    ),
+    True,
 )
 METRICS["reward_rejected"] = False
 TEXTUAL = ("bleu", "bleu_lc", "chrf")  # those of sacreBLEU; bleu_lc takes A and a for the same
@@ -53,7 +68,8 @@ TEXTUAL = ("bleu", "bleu_lc", "chrf")  # those of sacreBLEU; bleu_lc takes A and
 @dataclass(frozen=True)
 class Measured:
     """Values by the name of the metric, signatures of those that have several definitions, and some answers: what was
-    given (source), said (text) and expected (reference; a language model's samples have none); `pictures` by name."""
+    given (source), said (text) and expected (reference; a language model's samples have none); `pictures` by name, and
+    `classes` of their patches."""
 
     values: dict[str, float] = field(default_factory=dict)
     signatures: dict[str, str] = field(default_factory=dict)
@@ -168,16 +184,17 @@ class Heard:
 
 
 class Taken:
-    """What stays of the batches. Of labelled examples `predicted` and `wanted` labels, and what was `read` of some, by
-    their number; of drawings `predicted` and `wanted` pictures, and what was `read` of all; of others `pairs` (source
-    or picture, target) or (beginning of a text, nothing). `few`: that many of each batch are enough to show."""
+    """What stays of the batches. Of labelled examples `predicted` and `wanted` labels, and what was `read` of some
+    (ids, or a picture whose patches have labels), by their number; of drawings `predicted` and `wanted` pictures, and
+    what was `read` of all; of others `pairs` (source or picture, target) or (beginning of a text, nothing). `few`:
+    that many of each batch are enough to show."""
 
     def __init__(self, task: Task, few: int | None):
         self.task, self.few = task, few
         self.batches = 0
         self.predicted: list[Any] = []
         self.wanted: list[Any] = []
-        self.read: list[tuple[int, list[int]]] = []
+        self.read: list[tuple[int, Any]] = []
         self.pairs: list[tuple[Any, list[int]]] = []
 
     def add(self, batch: Batch, logits: Tensor | None) -> None:
@@ -211,12 +228,16 @@ class Taken:
         counts = counted if counted.dim() == 1 else counted.any(-1)
         for k, i in enumerate(counts.nonzero()[:, 0].tolist()):
             if self.few is None or k < self.few:
-                ids = [] if self.task.reads == "image" else _real(batch.ids, batch.lengths, i)
-                self.read.append((len(self.predicted), ids))
+                self.read.append((len(self.predicted), self._given(batch, i)))
             here = counted[i] if self.task.reads == "tag" else ...
             for side, x in ((self.predicted, best), (self.wanted, batch.labels)):
                 label = x[i][here].tolist()
                 side.append(tuple(label) if isinstance(label, list) else label)
+
+    def _given(self, batch: Batch, i: int) -> Any:
+        if self.task.reads == "segment":
+            return batch.ids[i]
+        return [] if self.task.reads == "image" else _real(batch.ids, batch.lengths, i)
 
 
 def _real(x: Tensor, lengths: Tensor | None, i: int) -> list[int]:
@@ -321,6 +342,8 @@ def _continued(model: Any, ids: list[int], tokenizer: Tokenizer, between: Any) -
 
 def _labelled(taken: Taken, k: int, tokenizer: Tokenizer | None, classes: Sequence[str]) -> Sample:
     number, ids = taken.read[k]
+    if taken.task.reads == "segment":
+        return _segmented(taken, number, ids, classes)
 
     def text(label: Any) -> str:
         if taken.task.reads == "answer":
@@ -331,6 +354,24 @@ def _labelled(taken: Taken, k: int, tokenizer: Tokenizer | None, classes: Sequen
     source = tokenizer.decode(ids) if tokenizer and ids else f"example {number + 1}"
     predicted, true = taken.predicted[number], taken.wanted[number]
     return {"source": source, "text": text(predicted), "reference": text(true)}
+
+
+def _segmented(taken: Taken, number: int, picture: Tensor, classes: Sequence[str]) -> Sample:
+    """A picture with the classes that were found and the true ones, patch by patch; in words, how many of each."""
+    predicted, true = taken.predicted[number], taken.wanted[number]
+
+    def text(labels: Sequence[int]) -> str:
+        count = Counter(labels)
+        return ", ".join(f"{count[i]} of {name}" for i, name in enumerate(classes) if count[i])
+
+    side = math.isqrt(len(true))
+    sides = {"found": predicted, "true": true}
+    grids = {
+        name: [labels[i : i + side] for i in range(0, len(labels), side)]
+        for name, labels in sides.items()
+    }
+    sample = {"source": f"example {number + 1}", "text": text(predicted), "reference": text(true)}
+    return sample | {"pictures": {"picture": grey(picture)}, "classes": grids}
 
 
 class Drawings:
@@ -457,12 +498,15 @@ def perplexity(loss: float) -> float:
 def label_scores(
     kind: str, predicted: Sequence[Any], wanted: Sequence[Any], classes: Sequence[str]
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Values by name of all that suits the kind, and which F1 it is. An example has one label (classify, image), a
-    list of them (tag) or a span (answer); labels are numbers of classes."""
+    """Values by name of all that suits the kind, and how F1 and IoU are counted. An example has one label (classify,
+    image), a list of them (tag, segment) or a span (answer); labels are numbers of classes."""
     if kind == "answer":
         f1 = overlap_f1(predicted, wanted)
         return {"exact": share(predicted, wanted), "f1": f1}, {"f1": "mean over answers, in tokens"}
-    each = [list(chain(*side)) if kind == "tag" else side for side in (predicted, wanted)]
+    each = [list(chain(*side)) if kind in MANY else side for side in (predicted, wanted)]
+    if kind == "segment":
+        how = "mean over classes, patches of all pictures together"
+        return {"accuracy": share(*each), "iou": mean_iou(*each)}, {"iou": how}
     if kind == "tag" and marks_spans(classes):
         rows = [[[classes[i] for i in row] for row in side] for side in (predicted, wanted)]
         f1, how = span_f1(*rows), "spans of B- and I- tags, all together"
@@ -482,6 +526,15 @@ def macro_f1(predicted: Sequence[Hashable], wanted: Sequence[Hashable]) -> float
     positive, true = Counter(predicted), Counter(wanted)
     right = Counter(a for a, b in zip(predicted, wanted, strict=True) if a == b)
     each = [_f1(right[c], positive[c], true[c]) for c in {*positive, *true}]
+    return sum(each) / max(len(each), 1)
+
+
+def mean_iou(predicted: Sequence[Hashable], wanted: Sequence[Hashable]) -> float:
+    """The mean over classes of IoU = TP / (TP + FP + FN), intersection over union: each class that was found or wanted
+    counts the same, however few patches it has."""
+    positive, true = Counter(predicted), Counter(wanted)
+    right = Counter(a for a, b in zip(predicted, wanted, strict=True) if a == b)
+    each = [right[c] / (positive[c] + true[c] - right[c]) for c in {*positive, *true}]
     return sum(each) / max(len(each), 1)
 
 

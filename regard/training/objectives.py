@@ -210,8 +210,8 @@ def answer_logs(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
 
 
 def classify(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tensor, Tensor]:
-    """- sum over rows of log p(label | text or image), labels (b); or over tokens, labels (b t). An image with a piece
-    of another one in it has two classes, weighed by area."""
+    """- sum over rows of log p(label | text or image), labels (b); or over tokens or patches, labels (b t). An image
+    with a piece of another one in it has two classes, weighed by area."""
     logits = label_logits(model, batch)
     how = (smoothing.eps, smoothing.over, smoothing.padding)
     if batch.pasted_labels is None or batch.pasted_area is None:

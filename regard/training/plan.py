@@ -418,7 +418,8 @@ def imagined(config: RunConfig, model: Any, facts: Survey, tokens: tuple[float, 
             data.rows or 1,
         )
         pixels = draw.integers(0, 256, (n, e.size, e.size, e.channels), np.uint8)
-        columns = {"images": Column(pixels), "labels": Column(draw.integers(0, classes, n))}
+        labelled = (n, e.count) if reads == "segment" else n
+        columns = {"images": Column(pixels), "labels": Column(draw.integers(0, classes, labelled))}
         size = max(1, round(tokens[0])) if tokens else 1
         columns["target"] = Column.of([np.zeros(size, np.int64)] * n)
         return feed_of(reads, data, coder, batching, columns, "", None)

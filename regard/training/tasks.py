@@ -17,6 +17,7 @@ from regard.training import index_losses, objectives
 # What T5 calls them.
 SENTINELS = tuple(f"<extra_id_{i}>" for i in range(100))
 _CLASSES = ("accuracy", "f1", "loss")
+_MASKS = ("iou", "accuracy", "loss")
 
 
 class Task(NamedTuple):
@@ -94,6 +95,8 @@ TASKS: dict[str, Task] = {
     "tag": Task("tag", objectives.classify, *_ANY, metrics=_CLASSES, head=Tag),
     "answer": Task("answer", objectives.answer, *_ANY, **_SPAN, smoothed=False),
     "image": Task("image", objectives.classify, *_VIT, metrics=_CLASSES, head=Classify),
+    # A class for each patch of a picture.
+    "segment": Task("segment", objectives.classify, *_VIT, metrics=_MASKS, head=Tag),
     "caption": Task("caption", objectives.seq2seq, ("captioner",), "captioner", **_SAID),
     # The picture that a text asks for.
     "draw": Task("draw", objectives.draw, *_PAINTER, metrics=("nearest", "loss"), smoothed=False),

@@ -49,6 +49,7 @@ READS = {  # task -> a file it reads, and the settings it uses
     "tag": ("a.jsonl", TEXTS),
     "answer": ("a.json", TEXTS),
     "image": ("pictures", PICTURES | BESIDE | {"columns"}),
+    "segment": ("x.npz", BESIDE | {"columns"}),
     "chat": ("a.jsonl", TEXTS | {"pack", "template"}),
     "prefer": ("a.jsonl", TEXTS | {"template"}),
     "caption": ("pictures", PICTURES - {"paste"} | BESIDE | {"columns"}),
