@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from markupsafe import Markup
 
+from regard.learn.picture import FRAME, wrapped
 from regard.report import page
-from regard.see.page import levels, style, table
+from regard.see.page import SANS, levels, style, table
 
 CELL = 22
 QUERIES = "row: query, column: key"
@@ -19,10 +20,10 @@ Matrix = Sequence[Sequence[float]]
 GRIDS = """
 {%- from "pictures.svg" import picture, text -%}
 {%- call picture(width, tall + 26, title) -%}
-{%- for name, left, matrix in panels %}{{ text(left, 16, name) }}{% endfor -%}
+{%- for name, left, top, matrix in panels %}{{ text(left, top + 16, name) }}{% endfor -%}
 {%- for scheme, colours in tables.items() %}<g class="{{ scheme }}">
-{%- for name, left, matrix in panels %}
-{%- for row in matrix %}{% set y = 24 + cell * loop.index0 %}
+{%- for name, left, top, matrix in panels %}
+{%- for row in matrix %}{% set y = top + 24 + cell * loop.index0 %}
 {%- for level in row -%}
 <rect x="{{ (left + cell * loop.index0)|int }}" y="{{ y }}" {{ size }} fill="{{ colours[level] }}"/>
 {%- endfor %}{% endfor %}{% endfor %}</g>{% endfor -%}
@@ -38,14 +39,13 @@ def draw(name: str) -> str:
 
 
 def alone(svg: str) -> str:
-    """A picture with its size, and colours for a light and a dark page of its own, as a file."""
-    light, dark = (
-        f"svg {{ color: {ink}; }} {style(scheme)}"
-        for scheme, ink in (("light", "#1c1c1c"), ("dark", "#e6e6e6"))
-    )
-    sheet = f"<style>{light} @media (prefers-color-scheme: dark) {{ {dark} }}</style>"
+    """A picture as a file: its size, where there is room for it, its letters, and colours for a light
+    and a dark page of its own."""
+    rules = f"svg {{ color: var(--ink); font-family: {SANS}; }} {style('light')}"
+    sheet = f"<style>{rules} @media (prefers-color-scheme: dark) {{ {style('dark')} }}</style>"
     size = re.sub(r'viewBox="0 0 (\d+) (\d+)"', r'width="\1" height="\2" \g<0>', svg, count=1)
-    return size.replace("</title>", f"</title>{sheet}", 1) + "\n"
+    fluid = re.sub(r'style="max-width:\d+px"', 'style="max-width:100%;height:auto"', size, count=1)
+    return fluid.replace("</title>", f"</title>{sheet}", 1) + "\n"
 
 
 def picture(make: Callable[[], str]) -> Callable[[], str]:
@@ -62,24 +62,27 @@ def series(
 def grids(
     parts: Mapping[str, Matrix], axes: str, title: str, *, most: float = 1.0, signed: bool = False
 ) -> str:
-    """Small matrices side by side under their names, in the colours of attention maps; below, what
-    rows and columns are."""
-    panels, left = [], 8.0
+    """Small matrices under their names, side by side and in as many rows as they need, in the colours
+    of attention maps; below, what rows and columns are."""
+    panels, left, top, width = [], 8.0, 0, 16 + page.LETTER * len(axes)
+    tall = 24 + CELL * max(len(matrix) for matrix in parts.values())
     for name, matrix in parts.items():
-        panels.append((name, left, levels(np.array(matrix), most, signed).tolist()))
-        left += max(CELL * len(matrix[0]), int(page.LETTER * len(name))) + 18
+        wide = max(CELL * len(matrix[0]), int(page.LETTER * len(name))) + 18
+        if left + wide > page.BOX["width"] + 18:
+            left, top = 8.0, top + tall + 12
+        panels.append((name, left, top, levels(np.array(matrix), most, signed).tolist()))
+        left += wide
+        width = max(width, left)
     tables = {
         scheme: ["#" + colour.tobytes().hex() for colour in table(scheme, signed)]
         for scheme in ("light", "dark")
     }
-    tall = 24 + CELL * max(len(matrix) for matrix in parts.values())
-    width = max(left, 16 + page.LETTER * len(axes))
     size = Markup(f'width="{CELL - 1}" height="{CELL - 1}"')
     values = {
         "title": title,
         "axes": axes,
         "width": width,
-        "tall": tall,
+        "tall": top + tall,
         "cell": CELL,
         "size": size,
     }
@@ -88,7 +91,7 @@ def grids(
 
 
 BOARD = """
-{%- from "pictures.svg" import picture -%}
+{%- from "pictures.svg" import picture, text -%}
 {%- call picture(width, height, title) -%}
 {%- for points, tip in arrows -%}
 <polyline points="{{ points }}" fill="none" stroke="currentColor"/><polygon points="{{ tip }}" fill="currentColor"/>
@@ -97,11 +100,9 @@ BOARD = """
 {%- set edge = colour|colour if colour >= 0 else "currentColor" -%}
 <rect x="{{ left|c }}" y="{{ top|c }}" width="{{ wide|c }}" height="{{ tall|c }}" stroke="{{ edge }}"
 {%- if colour >= 0 %} fill="{{ edge }}" fill-opacity=".25" stroke-width="2"
-{%- else %} fill="none"{% if colour == -2 %} opacity=".35"{% endif %}{% endif %}/>
+{%- else %} fill="none"{% if colour == -2 %} opacity=".6"{% endif %}{% endif %}/>
 {%- endfor %}
-{%- for x, y, words, anchor in texts -%}
-<text x="{{ x|c }}" y="{{ y|c }}" text-anchor="{{ anchor }}" font-size="11" fill="currentColor">{{ words }}</text>
-{%- endfor -%}
+{%- for x, y, words, anchor in texts %}{{ text(x, y, words, anchor) }}{% endfor -%}
 {%- endcall -%}
 """
 
@@ -109,7 +110,7 @@ BOARD = """
 class Board:
     """The boxes and arrows of learn/picture.py as SVG."""
 
-    unit = 52.0
+    unit = 50.0
 
     def __init__(self, title: str):
         self.title = title
@@ -131,9 +132,13 @@ class Board:
             middle = u * x, u * (high - y)
             if w:
                 boxes.append((middle[0] - u * w / 2, middle[1] - u * h / 2, u * w, u * h, colour))
-            if text:
-                at = (middle[0] + u * w / 2 - 5, "end") if colour == -2 else (middle[0], "middle")
-                texts.append((at[0], middle[1] + 4, text, at[1]))
+            at, anchor = middle[0], "middle"
+            if colour == FRAME:
+                at, anchor = at + u * w / 2 - 5, "end"
+            lines = wrapped(text).splitlines()
+            for i, line in enumerate(lines):
+                down = page.FONT * (0.35 + 1.1 * (i - (len(lines) - 1) / 2))
+                texts.append((at, middle[1] + down, line, anchor))
         for points in self.arrows:
             *_, (a, b), (x, y) = placed = [(u * x, u * (high - y)) for x, y in points]
             along, across = ((x > a) - (x < a), (y > b) - (y < b)), 3.5

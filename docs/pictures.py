@@ -32,7 +32,7 @@ def pooling() -> str:
 
 @picture
 def softmax() -> str:
-    x = steps(-4, 4, 81)
+    x = steps(-4, 4, 161)
     p = torch.stack([torch.softmax(real((0.0, 1.0, value)), -1) for value in x])
     names = ("weight of 0", "weight of 1", "weight of x")
     curves = [series(name, x, p[:, i].tolist()) for i, name in enumerate(names)]
@@ -47,12 +47,12 @@ def scaling() -> str:
         series("weight of 2a", a, saturation(real(a)).tolist()),
         series("largest |dp/dx|", a, slopes),
     ]
-    return page.lines(curves, "softmax([a, a, 2a]) as a grows", "a")
+    return page.lines(curves, "softmax([a, a, 2a]) as a grows", "a", "weight, slope")
 
 
 @picture
 def scores() -> str:
-    q, k, sizes = real((0.5, -1.0, 2.0)), real((0.0, 1.0, 1.0)), steps(0, 4, 41)
+    q, k, sizes = real((0.5, -1.0, 2.0)), real((0.0, 1.0, 1.0)), steps(0, 4, 161)
     curves = []
     for name in SCORES:
         score = fill(make_score(name, 3, 3, 3))
@@ -111,7 +111,7 @@ def online_softmax() -> str:
         "output o": [s.o.item() for s in trace if s.o is not None],
     }
     curves = [series(name, keys, values, dots=True) for name, values in found.items()]
-    return page.lines(curves, "Scores 1, 3, 2, 4, 0 and values 1 to 5, key by key", "key")
+    return page.lines(curves, "Scores 1, 3, 2, 4, 0 and values 1 to 5, key by key", "key", "so far")
 
 
 @picture
@@ -122,7 +122,7 @@ def flash_attention() -> str:
         "tiles": [tiled_bytes(n, d, (b, b), causal=False)[0] for b in sides],
         "tiles, causal": [tiled_bytes(n, d, (b, b), causal=True)[0] for b in sides],
     }
-    curves = [series(name, sides, [x / 1e6 for x in xs]) for name, xs in found.items()]
+    curves = [series(n, sides, [x / 1e6 for x in xs], dots=True) for n, xs in found.items()]
     title = "One head of 1,024 tokens, 64 wide, forward in float32"
     return page.lines(curves, title, "side of a tile", "MB read and written")
 
@@ -230,7 +230,7 @@ def dsa() -> str:
 
 @picture
 def kv_cache() -> str:
-    n = [2**i for i in range(1, 13)]
+    n = [1, *range(16, 4097, 16)]
     found = {
         f"{w} cache": [dot_products(t, cached=w == "with") for t in n] for w in ("with", "without")
     }

@@ -48,18 +48,22 @@ def rope() -> str:
 
 @picture
 def rope_turns() -> str:
-    pos = list(range(25))
+    pos = steps(0, 24, 241)
     kind = Rope(layout="interleaved")
     cos, sin = kind.angles(torch.tensor([pos]), 4, torch.float64)
-    turned = rotate(real((1.0, 0.0, 1.0, 0.0)).expand(1, 25, 1, 4), cos, sin, kind.layout)[0, :, 0]
+    turned = rotate(real((1.0, 0.0, 1.0, 0.0)).expand(1, len(pos), 1, 4), cos, sin, kind.layout)[
+        0, :, 0
+    ]
     names = {0: "pair 0, first", 1: "pair 0, second", 3: "pair 1, second"}
     curves = [series(name, pos, turned[:, i].tolist()) for i, name in names.items()]
-    return page.lines(curves, "The vector [1, 0, 1, 0] turned to its position", "position")
+    return page.lines(
+        curves, "The vector [1, 0, 1, 0] turned to its position", "position", "number"
+    )
 
 
 @picture
 def alibi() -> str:
-    distance = list(range(33))
+    distance = list(range(129))
     slopes = alibi_slopes(8).tolist()
     curves = [
         series(f"head {h}", distance, [-slopes[h - 1] * d for d in distance]) for h in (1, 3, 5, 8)
@@ -87,7 +91,7 @@ def norms() -> str:
             n: Norm(rms=r).make(6).double()(x) for n, r in (("LayerNorm", False), ("RMSNorm", True))
         }
     curves = [series(n, range(1, 7), y.tolist(), dots=True) for n, y in {"x": x, **made}.items()]
-    return page.lines(curves, "One token before and after its norm", "feature")
+    return page.lines(curves, "One token before and after its norm", "feature", "value")
 
 
 @picture
@@ -143,7 +147,7 @@ def vit() -> str:
 
 @picture
 def rnn_path() -> str:
-    n = [1.0, *(float(i) for i in range(10, 101, 10))]
+    n = [float(i) for i in range(1, 101)]
     rows = path_topic.tables({"x": (0.5, 0.9, 1.0), "steps": n})[0].rows
     names = ("lambda 0.5", "lambda 0.9", "lambda 1")
     curves = [
@@ -172,7 +176,7 @@ def quantisation() -> str:
     curves = [
         series(name, inner.tolist(), y.tolist()) for name, y in (("w", inner), ("int4", four))
     ]
-    return page.lines(curves, "Weights and what comes back from 4 bits", "w")
+    return page.lines(curves, "Weights and what comes back from 4 bits", "w", "what comes back")
 
 
 # --- training and decoding ----------------------------------------------------------------------
@@ -192,7 +196,7 @@ def decoding() -> str:
 
 @picture
 def speculation() -> str:
-    x = tuple(steps(0, 1, 41))
+    x = tuple(steps(0, 1, 161))
     curves = []
     for k in (2, 4, 8):
         rows = guess_topic.tables({"x": x, "guesses": (k,)})[0].rows
@@ -232,5 +236,8 @@ def resume() -> str:
     rows = resume_topic.tables({"steps": (12.0,)})[0].rows
     n = [float(row[0] or 0) for row in rows]
     found = {"straight": 1, "stopped after step 6": 2}
-    curves = [series(name, n, [float(row[i] or 0) for row in rows]) for name, i in found.items()]
+    curves = [
+        series(name, n, [float(row[i] or 0) for row in rows], dots=True)
+        for name, i in found.items()
+    ]
     return page.lines(curves, "Loss of two runs, one of them stopped and resumed", "step", "loss")

@@ -24,19 +24,16 @@ from regard.errors import UsageError  # noqa: E402
 from regard.position import Linear, Rope  # noqa: E402
 from regard.see import plots  # noqa: E402
 from regard.see.format import number  # noqa: E402
-from regard.see.plots import Sheet, ink, label, sheet, token_labels  # noqa: E402
+from regard.see.plots import DASHES, MARKS, Sheet, ink, label, sheet, token_labels  # noqa: E402
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LINES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (3, 1, 1, 1, 1, 1)))
-MARKS = "osD^vP"
-
 
 def line(page: Sheet, i: int) -> dict[str, Any]:
     """How curve i looks: colour, dashes and marks all differ."""
-    colour, dashes = page.series[i % len(page.series)], LINES[i % len(LINES)]
+    colour, dashes = page.series[i % len(page.series)], DASHES[i % len(DASHES)]
     return {"color": colour, "linestyle": dashes, "linewidth": 1.8}
 
 

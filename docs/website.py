@@ -34,7 +34,7 @@ from pygments.lexers import get_lexer_by_name  # noqa: E402
 from pygments.util import ClassNotFound  # noqa: E402
 
 from regard.learn.explain import find  # noqa: E402
-from regard.see.page import WEB, style  # noqa: E402
+from regard.see.page import WEB, both  # noqa: E402
 
 # Section -> pages: where each is written from, seen from the root of the checkout. A folder is all its pages.
 SECTIONS = {
@@ -283,10 +283,8 @@ def build(to: Path) -> dict[str, Page]:
     dark = HtmlFormatter(style="github-dark").get_style_defs("pre")
     sheets = (WEB / "colours.css", DOCS / "theme" / "site.css")
     css = "\n".join(sheet.read_text(encoding="utf-8") for sheet in sheets)
-    light, dark = f"{style('light', ':root')}\n{styles}", f"{style('dark', ':root')}\n{dark}"
-    (to / "site.css").write_text(
-        f"{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}\n{css}", encoding="utf-8"
-    )
+    code = f"{styles}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}"
+    (to / "site.css").write_text(f"{both()}\n{code}\n{css}", encoding="utf-8")
     shutil.copyfile(DOCS / "theme" / "site.js", to / "site.js")
     index = "const INDEX = " + json.dumps(
         search_index(in_order), ensure_ascii=False, separators=(",", ":")

@@ -23,6 +23,7 @@ from regard.decode.generate import special_of, tokenizer_of
 from regard.errors import UsageError
 from regard.recipes.dates import UNSEEN
 from regard.see.align import cross_site
+from regard.see.plots import save, sheet
 from regard.see.probe import Probe
 
 HOME = Path("runs") / "demo"
@@ -174,22 +175,16 @@ def picture(model: Any, rows: list[Row], path: Path) -> str:
     said = drawn(rows[0], maps[0]) if rows else ""
     if importlib.util.find_spec("matplotlib") is None:
         return f"{said}\n\n(pip install matplotlib for a picture)"
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(len(rows), 1, figsize=(9, 3.4 * len(rows)), squeeze=False)
-    for axis, row, each in zip(axes[:, 0], rows, maps, strict=True):
-        axis.imshow(each, cmap="Greys", vmin=0, vmax=float(each.max()), aspect="auto")
-        axis.set_xticks(range(len(row["source"])), list(row["source"]))
-        axis.set_yticks(range(len(row["text"])), list(row["text"]))
-        axis.tick_params(length=0)
-        axis.xaxis.tick_top()
-    figure.suptitle("what the decoder reads (across) for each character it writes (down)")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    page = sheet(9, 3.4 * len(rows), rows=len(rows))
+    for ax, row, each in zip(page.axes, rows, maps, strict=True):
+        page.image(ax, each)
+        page.dress(ax, "what it reads", "what it writes")
+        ax.set_aspect("auto")
+        ax.set_xticks(range(len(row["source"])), list(row["source"]))
+        ax.set_yticks(range(len(row["text"])), list(row["text"]))
+        ax.tick_params(length=0)
+    page.title("what the decoder reads (across) for each character it writes (down)")
+    save(page.figure, path)
     return f"{said}\n\n{path}"
 
 

@@ -11,8 +11,9 @@ import torch
 from regard.cli.main import main
 from regard.errors import UsageError
 from regard.evaluation.run import Shots
-from regard.learn.explain import CHAPTERS, TOPICS, Table, called, find
-from regard.learn.picture import drawn, setups, sketch
+from regard.learn.explain import CHAPTERS, TOPICS, Table, Topic, called, find
+from regard.learn.interview import QUESTIONS
+from regard.learn.picture import between, drawn, series, setups, sketch
 from regard.training.objectives import Prefer, answer_logs, prefer
 from tests.train.test_prefer import moved
 from tests.train.test_tasks import feed_for, model_for
@@ -179,8 +180,85 @@ def test_picture_may_be_svg_or_pdf(tmp_path: Path, capsys: Said) -> None:
         assert path.read_bytes().startswith(first)
 
 
+# Topics and questions whose lines join what can be counted: widths, keys, tokens, tiles, words, layers, steps; or the
+# numbers of one vector.
+COUNTED = {
+    "scaling",
+    "online-softmax",
+    "flash-attention",
+    "delta-rule",
+    "decoding",
+    "exposure-bias",
+}
+COUNTED |= {"resume", "1", "3", "6", "9"}
+VECTORS = {"norms", "quantisation", "clipping"}
+
+
+def figure_of(topic: Topic, **given: tuple[str, ...]) -> Any:
+    return drawn(topic, topic.read(given))()
+
+
+@pytest.mark.parametrize("topic", [*TOPICS, *QUESTIONS], ids=lambda t: t.name)
+def test_picture_of_a_formula_is_smooth_and_its_axes_have_names(topic: Topic) -> None:
+    """A curve of a formula has a hundred points or more, or every whole number of its range, and a
+    mark at each number of the table; what is counted or measured has marks."""
+    from tests.look.test_plots import check_readable
+
+    tables = [t for t in topic.tables({}) if t.draw]
+    figure = figure_of(topic)
+    if tables[0].draw == "figure":
+        return
+    check_readable(figure)
+    panels = [t for t in tables for _ in range(len(t.columns) - 1 if t.draw == "masks" else 1)]
+    for ax, table in zip(figure.axes, panels, strict=True):
+        assert ax.get_xlabel() and ax.get_ylabel()
+        if table.draw.partition(" ")[0] not in ("lines", "log", "rows"):
+            continue
+        curves = [line for line in ax.lines if line.get_linestyle() != "None"]
+        marks = [line for line in ax.lines if line.get_linestyle() == "None"]
+        assert curves and all(line.get_label() in series(table) for line in curves)
+        if table.over:
+            assert len(marks) == len(curves)
+            assert min(len(line.get_xdata()) for line in curves) >= 100
+            found = marks
+        else:
+            assert topic.name in COUNTED | VECTORS and not marks
+            assert topic.name in VECTORS or all(isinstance(row[0], int) for row in table.rows)
+            assert all(line.get_marker() != "None" for line in curves)
+            found = curves
+        for line, points in zip(found, series(table).values(), strict=True):
+            assert line.get_xdata() == pytest.approx([x for x, _ in points])
+            assert line.get_ydata() == pytest.approx([y for _, y in points], nan_ok=True)
+
+
+def test_curve_goes_through_the_numbers_of_the_table() -> None:
+    (axes,) = figure_of(find("saturation"), a=("1", "7")).axes
+    curve, marks = axes.lines[:2]
+    x, y = curve.get_xdata(), curve.get_ydata()
+    assert (x[0], x[-1]) == (1, 7) and list(x) == sorted(x)
+    assert y == pytest.approx([1 / (1 + 2 * math.exp(-a)) for a in x])
+    assert list(marks.get_xdata()) == [1, 7]
+
+
+def test_one_number_is_shown_in_the_range_of_the_example() -> None:
+    (axes,) = figure_of(find("nadaraya-watson"), q=("2",)).axes
+    curve, mark = axes.lines[:2]
+    assert (min(curve.get_xdata()), max(curve.get_xdata())) == (0, 10)
+    assert list(mark.get_xdata()) == [2]
+
+
+def test_numbers_between_are_whole_for_what_is_counted() -> None:
+    assert between([1, 150], log=False, whole=True) == tuple(range(1, 151))
+    far = between([10, 10000], log=True, whole=True)
+    assert 100 <= len(far) <= 401 and all(x == int(x) for x in far)
+    near = between([0, 3], log=False, whole=False)
+    assert len(near) >= 100 and 1.5 in near
+    (axes,) = figure_of(find("schedules"), steps=("1", "9"), warmup=("3",)).axes
+    assert list(axes.lines[0].get_xdata()) == [*range(1, 10)]
+
+
 def test_every_topic_has_a_picture_of_a_known_kind() -> None:
-    kinds = {"bars", "lines", "log", "map", "masks", "figure"}
+    kinds = {"bars", "lines", "log", "rows", "map", "masks", "figure"}
     for each in TOPICS:
         found = [table for table in each.tables({}) if table.draw]
         assert found, each.name
@@ -216,13 +294,9 @@ def test_lines_of_one_axis_are_of_one_quantity() -> None:
 
 
 def test_picture_shows_the_numbers_of_the_call() -> None:
-    topic = find("softmax")
-    values = topic.read({"x": ("0", "0", "0", "0")})
-    (axes,) = drawn(topic, values).axes
-    assert [bar.get_height() for bar in axes.patches] == [0.25] * 4
-    topic = find("jacobian")
-    values = topic.read({})
-    (axes,) = drawn(topic, values).axes
+    (axes,) = figure_of(find("softmax"), x=("0", "0", "0", "0")).axes
+    assert [bar.get_width() for bar in axes.patches] == [0.25] * 4
+    (axes,) = figure_of(find("jacobian")).axes
     shown = torch.tensor(axes.images[0].get_array().tolist())[:, :3]
     p = torch.tensor([1.0, 2.0, 3.0]).softmax(-1)
     torch.testing.assert_close(shown, torch.diag(p) - p[:, None] * p)

@@ -52,12 +52,15 @@ EXAMPLES = table("examples.toml")
 @dataclass(frozen=True)
 class Table:
     """Rows under named columns. A cell is a number, a text, or None where there is no number.
-    `draw`: how a picture shows it, as picture.py says, and perhaps from which column on."""
+    `draw`: how a picture shows it, as picture.py says, and perhaps from which column on. `axis`: what
+    its numbers are, or in a map its columns. `over`: of which input the columns are formulas."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
     draw: str = ""
+    axis: str = ""
+    over: str = ""
 
     def text(self) -> str:
         """In one form per column: whole numbers as they are, others with four places, tiny ones
@@ -70,10 +73,10 @@ class Table:
         return f"{self.title}\n{aligned(list(zip(*columns)), range(len(columns)))}"
 
     @classmethod
-    def of(cls, title: str, columns: Mapping[str, Iterable[Any]], draw: str = "") -> Table:
+    def of(cls, title: str, columns: Mapping[str, Iterable[Any]], *how: str) -> Table:
         """From columns instead of rows, tensors among them."""
         cells = (x.tolist() if isinstance(x, Tensor) else x for x in columns.values())
-        return cls(title, list(columns), list(zip(*cells)), draw)
+        return cls(title, list(columns), list(zip(*cells)), *how)
 
 
 def _cell(cell: Any, whole: bool) -> str:

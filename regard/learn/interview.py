@@ -18,7 +18,7 @@ from regard.block import Tower
 from regard.decode.sampling import beam_search
 from regard.errors import UsageError
 from regard.layers import LM, MLP, Norm
-from regard.learn.explain import Table, Tables, Topic, fill, real, table
+from regard.learn.explain import Numbers, Table, Tables, Topic, fill, real, table
 from regard.learn.mechanisms import (
     NUMBERS,
     dot_moments,
@@ -51,10 +51,10 @@ X = (
 DOUBLED = "the last token doubled: how far each output moves"
 
 
-def question(*code: str) -> Callable[[Callable[[], Tables]], Topic]:
+def question(*code: str) -> Callable[[Callable[..., Tables]], Topic]:
     """A function as a question of interview.toml; its tables are the numbers."""
 
-    def decorate(compute: Callable[[], Tables]) -> Topic:
+    def decorate(compute: Callable[..., Tables]) -> Topic:
         text = TEXTS[compute.__name__]
         number = str([*TEXTS].index(compute.__name__) + 1)
         QUESTIONS.append(Topic(number, text["asks"], text["derived"].strip(), code, {}, compute))
@@ -104,7 +104,9 @@ def recurrence() -> Tables:
         projections, pairs = multiply_adds(GQA(1), 512, n)
         costs.append([n, 2 * n * 512**2, projections, pairs])
     columns = ["n", "RNN: steps", "d h_n/d h_0", "attention: steps", "d o_n/d v_1"]
-    yield Table("the way from the first word to the last, lambda = 0.9", columns, rows, "log d")
+    yield Table(
+        "the way from the first word to the last, lambda = 0.9", columns, rows, "log d", "share"
+    )
     columns = ["n", "RNN", "projections", "scores and sums"]
     yield Table("multiply-adds of a layer of width 512", columns, costs)
 
@@ -136,7 +138,7 @@ def scaled() -> Tables:
         plain, divided = dot_moments(d), dot_moments(d, d**-0.5)
         rows.append([d, *(round(number, 12) for number in (*plain, divided[1]))])
     columns = ["d", "mean", "variance", "variance / sqrt(d)"]
-    yield Table("all q, k in {-1, +1}^d", columns, rows, "lines variance")
+    yield Table("all q, k in {-1, +1}^d", columns, rows, "lines variance", "mean, variance")
     rows, g = [], torch.Generator().manual_seed(0)
     for d in (16, 64, 256, 1024):
         q, k = (torch.randn(n, d, generator=g, dtype=torch.float64) for n in (200, 10))
@@ -179,7 +181,7 @@ def order() -> Tables:
         usual = attended(x if name == "without positions" else x + added)
         unlike = (attended(given) - usual[turn]).abs().max().item()
         rows.append([name, round(unlike, 12)])
-    yield Table("largest |f(P X) - P f(X)|", ["", "difference"], rows, "bars")
+    yield Table("largest |f(P X) - P f(X)|", ["tokens", "difference"], rows, "bars")
     waves = sinusoid(torch.arange(200).double(), 64)
     speeds = sinusoid(real((1.0,)), 64)[0, 0::2].asin()
     rows = []
@@ -202,7 +204,7 @@ def add_and_norm() -> Tables:
             slopes.append(torch.autograd.grad(x, start)[0].item())
         rows.append([layers, *slopes])
     columns = ["layers", "f(x)", "x + f(x)"]
-    yield Table("gradient through layers with f' = 0.1", columns, rows, "log")
+    yield Table("gradient through layers with f' = 0.1", columns, rows, "log", "gradient")
     layer = Norm().make(4).double().requires_grad_(False)
     batch = nn.BatchNorm1d(4, affine=False).double()
     both = [moved(norm, real(X)) for norm in (layer, batch)]
@@ -267,7 +269,8 @@ def side_by_side() -> Tables:
             counts.append(len(passes))
         rows.append([n, *counts])
         products.append([n, *(dot_products(n, cached=cached) for cached in (True, False))])
-    yield Table("passes over n words", ["n", "words given", "its own words"], rows, "log")
+    columns = ["n", "words given", "its own words"]
+    yield Table("passes over n words", columns, rows, "log", "passes")
     yield Table("q.k products of a head to write n words", ["n", "cached", "not"], products)
 
 
@@ -289,7 +292,7 @@ def by_position() -> Tables:
 
 
 @question(f"{NUMBERS}::softmax_jacobian", f"{NUMBERS}::saturation")
-def gradient() -> Tables:
+def gradient(a: Numbers = (0.0, 1.0, 5.0, 10.0, 20.0)) -> Tables:
     x = real((1.0, 2.0, 3.0))
     ours, theirs = softmax_jacobian(x), torch.autograd.functional.jacobian(softmax, x)
     step = 1e-6
@@ -301,14 +304,15 @@ def gradient() -> Tables:
     ]
     yield Table("softmax(1, 2, 3): our formula against", ["", "largest difference"], rows)
     rows = []
-    for a in (0.0, 1.0, 5.0, 10.0, 20.0):
-        largest = softmax_jacobian(real((a, a, 2 * a))).abs().max().item()
-        logits = real((a, a, 2 * a)).requires_grad_()
+    for each in a:
+        largest = softmax_jacobian(real((each, each, 2 * each))).abs().max().item()
+        logits = real((each, each, 2 * each)).requires_grad_()
         # The label is the first, which the model finds unlikely.
         (slope,) = torch.autograd.grad(F.cross_entropy(logits[None], torch.tensor([0])), logits)
-        rows.append([a, float(saturation(real((a,)))[0]), largest, slope.abs().max().item()])
+        weight = saturation(real((each,))).item()
+        rows.append([each, weight, largest, slope.abs().max().item()])
     columns = ["a", "weight of 2a", "largest |dp/dx|", "|d loss/dx|, wrong label"]
-    yield Table("softmax([a, a, 2a])", columns, rows, "lines")
+    yield Table("softmax([a, a, 2a])", columns, rows, "lines", "weight, slope", "a")
 
 
 def _next(model: nn.Module, said: tuple[int, ...]) -> Tensor:

@@ -147,7 +147,8 @@ def multiply_adds(attention: GQA, dim: int, tokens: int) -> tuple[int, int]:
 def grid(title: str, x: Tensor, row: str = "token", column: str = "o_", draw: str = "") -> Table:
     """A matrix as a table: row 1, row 2, ... under column1, column2, ..."""
     columns = [row, *(f"{column}{j + 1}" for j in range(x.shape[1]))]
-    return Table(title, columns, [[i, *each.tolist()] for i, each in enumerate(x, 1)], draw)
+    rows = [[i, *each.tolist()] for i, each in enumerate(x, 1)]
+    return Table(title, columns, rows, draw, column.strip(" _"))
 
 
 def times(x: Tensor, **weights: Matrix) -> list[Tensor]:
@@ -216,7 +217,7 @@ def saturation_(a: Numbers = (0.0, 1.0, 2.0, 5.0, 10.0)) -> Tables:
     The Jacobian p_i (1[i=j] - p_j) goes to 0 with it: no gradient gets through to the scores."""
     largest = [softmax_jacobian(real((x, x, 2 * x))).abs().max().item() for x in a]
     columns = {"a": a, "weight of 2a": saturation(real(a)), "largest |dp/dx|": largest}
-    yield Table.of("softmax([a, a, 2a])", columns, "lines")
+    yield Table.of("softmax([a, a, 2a])", columns, "lines", "weight, slope", "a")
 
 
 @topic(f"{NUMBERS}::softmax_jacobian")
@@ -228,7 +229,9 @@ def jacobian(x: Numbers = (1.0, 2.0, 3.0)) -> Tables:
     p, matrix = softmax(real(x)), softmax_jacobian(real(x))
     rows = torch.cat([p[:, None], matrix, matrix.sum(-1, keepdim=True)], -1)
     columns = ["p_i", *(f"d/dx_{j}" for j in range(1, len(x) + 1)), "sum"]
-    yield Table("one row for each p_i", columns, rows.round(decimals=15).tolist(), "map d/dx_1")
+    yield Table(
+        "one row for each p_i", columns, rows.round(decimals=15).tolist(), "map d/dx_1", "score"
+    )
 
 
 @topic(f"{NUMBERS}::dot_moments", "regard/attention/scores.py::ScaledDot")
@@ -242,7 +245,7 @@ def scaling(dim: Numbers = (1.0, 2.0, 4.0, 8.0)) -> Tables:
         moments = *dot_moments(d), dot_moments(d, d**-0.5)[1], dot_moments(d, same=True)[0]
         rows.append([d, *(round(x, 12) for x in moments)])
     columns = ["d", "mean q.k", "variance", "variance of q.k/sqrt(d)", "mean q.q"]
-    yield Table("all q, k in {-1, +1}^d", columns, rows, "lines variance")
+    yield Table("all q, k in {-1, +1}^d", columns, rows, "lines variance", "mean, variance")
 
 
 @topic(f"{ATTENTION}::reference", f"{ATTENTION}::attend")
@@ -296,7 +299,7 @@ def online_softmax(x: Numbers = (1.0, 3.0, 2.0), v: Numbers = (1.0, 2.0, 3.0)) -
         [i, score, step.m, step.d, *cast(Tensor, step.o).tolist()]
         for i, (score, step) in enumerate(zip(x, trace), 1)
     ]
-    yield Table("after each key", ["key", "x", "m", "d", *names], found, "lines")
+    yield Table("after each key", ["key", "x", "m", "d", *names], found, "lines", "so far")
     yield Table("softmax(x) v, in three passes", names, [(softmax(real(x)) @ values).tolist()])
 
 
@@ -326,7 +329,9 @@ def flash_attention(
         formula.append([b, size, *(total for way in zip(*known) for total in way)])
     ways = product(("forward", "backward"), ("plain", *masks))
     columns = ["B", "fast memory", *(", ".join(words) for words in ways)]
-    yield Table(f"bytes of {n} tokens of width {d}, counted", columns, counted, "log forward")
+    yield Table(
+        f"bytes of {n} tokens of width {d}, counted", columns, counted, "log forward", "bytes"
+    )
     yield Table("the same by formula", columns, formula)
     both = tiled(memory, scale, None, (sides[0], sides[0]))
     names = dict.fromkeys(name for traffic in both for _, name in traffic)
@@ -339,7 +344,7 @@ def flash_attention(
         ours = (kept(backend, m, d) for backend in (reference, online))
         rows.append([m, *ours, 4 * (m * m + 3 * m * d), 4 * (4 * m * d + m)])
     columns = ["N", "plain", "tiles", "4 (N^2 + 3 N d)", "4 (4 N d + N)"]
-    yield Table("bytes kept for the backward, by torch's own hooks", columns, rows, "log")
+    yield Table("bytes kept for the backward, by torch's own hooks", columns, rows, "log", "bytes")
 
 
 @topic(f"{POOLING}::regress", f"{POOLING}::kernel_weights")
@@ -352,7 +357,7 @@ def nadaraya_watson(q: Numbers, k: Numbers, v: Numbers, width: float = 1.0) -> T
         raise UsageError(f"--k has {len(k)} numbers and --v {len(v)}; give as many of both")
     positive("width", width)
     estimates = {name: regress(real(q), real(k), real(v), name, width) for name in KERNELS}
-    yield Table.of("estimates; none: no key is near", {"q": q, **estimates}, "lines")
+    yield Table.of("estimates; none: no key is near", {"q": q, **estimates}, "lines", "f(q)", "q")
 
 
 @topic("regard/attention/scores.py::Additive", "regard/attention/scores.py::Bilinear")
@@ -364,7 +369,9 @@ def scores(q: Numbers = (0.5, -1.0, 2.0), k: Numbers = (1.0, 0.5, -0.5, 0.0, 1.0
     keys, width = rows_of("k", k, width=len(q)), len(q)
     layers = {name: fill(make_score(name, width, width, width)) for name in SCORES}
     values = {name: score(real(q)[None], keys)[0] for name, score in layers.items()}
-    yield Table.of("one row for each key", {"key": range(1, len(keys) + 1), **values}, "map")
+    yield Table.of(
+        "one row for each key", {"key": range(1, len(keys) + 1), **values}, "map", "score"
+    )
 
 
 @topic("regard/models/recurrent.py::BahdanauStep", "regard/models/recurrent.py::MemoryAttention")
@@ -510,10 +517,12 @@ def kv_cache(
     each = cache_numbers(GQA(heads, kv_heads, head_dim), heads * head_dim)
     counts = [whole("tokens", x) for x in tokens]
     rows = [[n, *(dot_products(n, cached=cached) for cached in (True, False))] for n in counts]
-    yield Table("q.k products", ["tokens", "with cache", "without"], rows, "log")
+    yield Table(
+        "q.k products", ["tokens", "with cache", "without"], rows, "log", "products", "tokens"
+    )
     rows = [[n, n * layers * each * HALF] for n in counts]
     title = f"{each:,} numbers per token and layer, {layers} layers"
-    yield Table(title, ["tokens", "bytes of cache"], rows, "log")
+    yield Table(title, ["tokens", "bytes of cache"], rows, "log", "", "tokens")
 
 
 # --- the whole ------------------------------------------------------------------------------------
@@ -569,7 +578,7 @@ def delta_rule(k: Matrix, v: Matrix, decay: float = 1.0, beta: float = 1.0) -> T
     added = torch.cumsum(keys[:, :, None] * values[:, None], 0).transpose(1, 2) @ keys[0]
     rows = [[t + 1, *told[0, t, 0].tolist(), *added[t].tolist()] for t in range(n)]
     columns = [f"{name} {x}" for name in ("delta rule", "linear") for x in _numbered("o", values)]
-    yield Table("what the first key recalls", ["after token", *columns], rows, "lines")
+    yield Table("what the first key recalls", ["after token", *columns], rows, "lines", "recalled")
     states = weightless(DeltaRule(16, 32), 2048).cache_spec().state.values()
     state_size = sum(torch.Size(shape).numel() for shape in states)
     kept = [[n, state_size, n * cache_numbers(GQA(16, 2, 256), 2048)] for n in (128, 4096, 131072)]
@@ -620,7 +629,7 @@ def sinusoidal(pos: Numbers = (0.0, 1.0, 2.0, 3.0), dim: int = 4, base: float = 
     table = sinusoid(real(pos), dim, positive("base", base))
     columns = ["position", *(f"{('sin', 'cos')[i % 2]} w_{i // 2}" for i in range(dim))]
     rows = [[p, *row.tolist()] for p, row in zip(pos, table)]
-    yield Table("what is added", columns, rows, "map")
+    yield Table("what is added", columns, rows, "lines", "added to the feature", "pos")
 
 
 @topic(f"{POSITION}::rotate", f"{POSITION}::Rope")
@@ -641,7 +650,7 @@ def rope(x: Numbers, pos: Numbers, base: float = 10000.0) -> Tables:
     for layout in ("half", "interleaved"):
         vectors = turned([whole("pos", p, 0) for p in pos], layout).tolist()
         rows = [[p, *row] for p, row in zip(pos, vectors)]
-        yield Table(f"turned, {layout}", columns, rows, "map")
+        yield Table(f"turned, {layout}", columns, rows, "map", "feature")
     # x with itself, one key two places further.
     dots = [[p, p + 2, float(torch.dot(*turned([p, p + 2])))] for p in (0, 10, 1000)]
     yield Table("the score depends on the distance alone", ["query at", "key at", "q.k"], dots)
@@ -656,7 +665,7 @@ def alibi(pos: Numbers = (0.0, 1.0, 4.0, 16.0), heads: int = 8) -> Tables:
     slopes = alibi_slopes(whole("heads", heads, 1, 128)).double()
     rows = [[h + 1, float(s), *(-float(s) * abs(p) for p in pos)] for h, s in enumerate(slopes)]
     columns = ["head", "slope", *(f"at {p:g}" for p in pos)]
-    yield Table("what is added to the scores", columns, rows, "map at")
+    yield Table("what is added to the scores", columns, rows, "rows at", "distance", "pos")
 
 
 @topic(f"{POSITION}::t5_bucket", f"{POSITION}::T5Bias")
@@ -669,7 +678,7 @@ def t5_bias(pos: Numbers, buckets: int = 32) -> Tables:
     distance = torch.tensor([whole("pos", p, -(10**6)) for p in pos])
     both, causal = (t5_bucket(distance, T5Bias(1, buckets, causal=c)) for c in (False, True))
     columns = {"key - query": distance, "both ways": both, "causal": causal}
-    yield Table.of("buckets", columns, "lines")
+    yield Table.of("buckets", columns, "lines", "bucket", "pos")
 
 
 @topic("regard/layers.py::RMSNorm", "regard/layers.py::Norm", "regard/block.py::Block")
@@ -685,7 +694,9 @@ def norms(x: Numbers = (1.0, 2.0, 3.0, 6.0), eps: float = 1e-5) -> Tables:
     # Without the last bits, which another machine may have otherwise.
     mean = ["mean", *(round(y.mean().item(), 12) for y in (layer, rms))]
     variance = ["variance", *(round(y.var(correction=0).item(), 12) for y in (layer, rms))]
-    yield Table("one token", ["x", "LayerNorm", "RMSNorm"], [*rows, mean, variance], "lines")
+    yield Table(
+        "one token", ["x", "LayerNorm", "RMSNorm"], [*rows, mean, variance], "lines", "normed"
+    )
 
 
 @topic("regard/layers.py::Norm")
@@ -722,7 +733,7 @@ def dropout(x: Numbers = (1.0, 2.0, -1.0, 0.5, 3.0, -2.0), p: float = 0.1) -> Ta
     kept, variance = real(x) / (1 - p), real(x).square() * p / (1 - p)
     rows = [[v, a, 0.0, (1 - p) * a, b, v] for v, a, b in zip(x, kept.tolist(), variance.tolist())]
     columns = ["x", "kept", "dropped", "mean", "variance", "in evaluation"]
-    yield Table(f"p = {p:g}", columns, rows, "lines")
+    yield Table(f"p = {p:g}", columns, rows, "lines", "y", "x")
 
 
 @topic("regard/layers.py::FeedForward", "regard/layers.py::MLP")
@@ -739,7 +750,7 @@ def feed_forward(x: Numbers, dim: int = 512, width: int = 2048) -> Tables:
         layer = MLP(whole("width", width), gated=gated, bias=False)
         count = parameters(weightless(layer, dim))
         sizes.append([kind, count, 2 * count])
-    yield Table.of("activations", {"x": x, **curves}, "lines")
+    yield Table.of("activations", {"x": x, **curves}, "lines", "act(x)", "x")
     yield Table(f"m = {dim}, f = {width}", ["kind", "weights", "FLOP a token"], sizes)
 
 
@@ -801,9 +812,11 @@ def rnn_path(x: Numbers, steps: Numbers) -> Tables:
             (slope,) = torch.autograd.grad(state[0].sum(), start)
             slopes.append(slope.item())
         rows.append([n, *slopes])
-    yield Table("d h_t / d h_0", ["steps", *(f"lambda {v:g}" for v in x)], rows, "log")
+    yield Table(
+        "d h_t / d h_0", ["steps", *(f"lambda {v:g}" for v in x)], rows, "log", "slope", "steps"
+    )
     paths = [[row[0], row[0], 1] for row in rows]
-    yield Table("steps on the path", ["steps", "RNN", "attention"], paths, "log")
+    yield Table("steps on the path", ["steps", "RNN", "attention"], paths, "log", "path", "steps")
     length, apart = max(int(row[0]) for row in rows), []
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -815,7 +828,9 @@ def rnn_path(x: Numbers, steps: Numbers) -> Tables:
             distance = (h[0] - h[1]).norm(dim=-1)
             apart.append(torch.where(distance > 1e-12, distance / distance[0], 0.0))
     rows = [[row[0], *(float(d[int(row[0])]) for d in apart)] for row in rows]
-    yield Table("|h_t - h'_t| / |h_0 - h'_0|", ["steps", *CELLS], rows, "log")
+    yield Table(
+        "|h_t - h'_t| / |h_0 - h'_0|", ["steps", *CELLS], rows, "log", "share left", "steps"
+    )
 
 
 @topic(f"{NUMBERS}::multiply_adds", "regard/models/recurrent.py::elman")
@@ -829,9 +844,23 @@ def cost(tokens: Numbers = (64.0, 512.0, 1024.0, 8192.0), dim: int = 512) -> Tab
         projections, pairs = multiply_adds(GQA(1), dim, n)
         rows.append([n, projections, pairs, 2 * n * dim**2, 6 * n * dim**2])
     columns = ["n", "projections", "scores and sums", "RNN", "GRU"]
-    yield Table(f"multiply-adds of one layer of width {dim}", columns, rows, "log")
+    yield Table(
+        f"multiply-adds of one layer of width {dim}",
+        columns,
+        rows,
+        "log",
+        "multiply-adds",
+        "tokens",
+    )
     steps = [[row[0], row[0], 1] for row in rows]
-    yield Table("steps that wait for one another", ["n", "RNN, GRU", "attention"], steps, "log")
+    yield Table(
+        "steps that wait for one another",
+        ["n", "RNN, GRU", "attention"],
+        steps,
+        "log",
+        "steps",
+        "tokens",
+    )
 
 
 @topic("regard/models/adapt.py::LowRank", "regard/models/adapt.py::LoRA")
@@ -869,7 +898,13 @@ def quantisation(x: Numbers = (0.02, -0.75, 0.31, 1.4, -0.9, 0.004)) -> Tables:
     rows = [*zip(x, eight.tolist(), four.tolist(), eighth.tolist())]
     worst = ["worst error", *(float((row[0] - y).abs().max()) for y in (eight, four, eighth))]
     bits = ["bits a weight", f"{8 + 16 / TILE:g}", f"{4 + 32 / GROUP:g}", "8"]
-    yield Table("one output's weights", ["w", "int8", "int4", "fp8"], [*rows, worst, bits], "lines")
+    yield Table(
+        "one output's weights",
+        ["w", "int8", "int4", "fp8"],
+        [*rows, worst, bits],
+        "lines",
+        "what comes back",
+    )
 
 
 # --- training and decoding ------------------------------------------------------------------------
@@ -894,7 +929,7 @@ def decoding(x: Numbers, topk: int = 3, p: float = 0.7, temperature: float = 0.7
     }
     columns: dict[str, Any] = {"token": range(len(x)), "logit": x}
     columns |= {name: way.softmax(-1) for name, way in ways.items()}
-    yield Table.of("probabilities", columns, "lines softmax")
+    yield Table.of("probabilities", columns, "lines softmax", "probability")
 
 
 @topic(f"{SAMPLING}::beam_search", "regard/decode/beam.py::advance")
@@ -934,7 +969,7 @@ def speculation(
     if not all(0 <= p <= 1 for p in x):
         raise UsageError("--x are shares of guesses that are right: numbers from 0 to 1")
     gains = [[p, sum(p**i for i in range(k + 1))] for p in x]
-    yield Table(f"{k} guesses a pass", ["right", "tokens a pass"], gains, "lines")
+    yield Table(f"{k} guesses a pass", ["right", "tokens a pass"], gains, "lines", "", "x")
     names = dict.fromkeys(text.split())
     ids, words = [list(names).index(word) for word in text.split()], list(names)
     rows: list[list[Any]] = []
@@ -989,7 +1024,9 @@ def label_smoothing(x: Numbers, label: int = 2, eps: float = 0.1) -> Tables:
         total = losses.smoothed_loss(given, target, share, over, padding)[0]
         ends.append(f"{total.item():.4f}")
     rows = [*zip(range(len(x)), x, *columns.values()), ends]
-    yield Table(f"eps = {eps:g}, label {label}", ["word", "logit", *columns], rows, "map q")
+    yield Table(
+        f"eps = {eps:g}, label {label}", ["word", "logit", *columns], rows, "map q", "target q"
+    )
 
 
 @topic("regard/training/optim.py::Schedule", "regard/training/optim.py::noam")
@@ -1005,7 +1042,7 @@ def schedules(steps: Numbers, dim: int = 512, warmup: int = 4000) -> Tables:
     rows = [[step, noam(step, dim, warmup), *(plan(step) for plan in plans)] for step in at]
     columns = ["step", "lr of 2017", *(f"{shape} / peak" for shape in SHAPES)]
     title = f"warm-up {warmup:,}, end at {last:,}"
-    yield Table(title, columns, rows, f"lines {columns[2]}")
+    yield Table(title, columns, rows, f"lines {columns[2]}", "lr / peak", "steps")
 
 
 @topic("regard/training/optim.py::clip")
@@ -1106,7 +1143,7 @@ def exposure_bias(
         if t in words:
             rows.append([t, e, wrong, (1 - e) ** t])
     columns = ["word", "after true words", "after its own", "all right so far"]
-    yield Table("chance that a word is wrong", columns, rows, "lines")
+    yield Table("chance that a word is wrong", columns, rows, "lines", "chance")
     if not 0 <= share <= 1:
         raise UsageError(f"--share is {share:g}; give a share from 0 to 1")
     at = [whole("steps", step) for step in steps]
@@ -1219,7 +1256,7 @@ def resume(steps: int = 6) -> Tables:
     rows = [[k, round(a, 2), round(b, 2), "yes" if a == b else "no"] for k, (a, b) in pairs]
     columns = ["step", "loss, straight", f"loss, stopped after {half}", "equal"]
     result = "equal to the bit" if equal else "different"
-    yield Table(f"weights and moments at the end: {result}", columns, rows, "lines")
+    yield Table(f"weights and moments at the end: {result}", columns, rows, "lines", "loss")
 
 
 def _trained(folder: Path, steps: int, stop: int) -> tuple[list[float], dict[str, Tensor]]:
@@ -1321,6 +1358,6 @@ def worked_greedy(x: Matrix, text: str = "the cat sat on <END>") -> Tables:
     rows = given / given.sum(-1, keepdim=True)
     ((ids, total),) = beam_search(lambda done: rows[len(done)].log(), 1, len(rows), len(words) - 1)
     said = [[t, *rows[t].tolist(), words[int(greedy(rows[t]))]] for t in range(len(ids))]
-    yield Table("each step", ["t", *words, "chosen"], said, "map")
+    yield Table("each step", ["t", *words, "chosen"], said, "map", "next word")
     told = " ".join(words[i] for i in ids if i != len(words) - 1)
     yield Table("the whole", ["text", "log p", "p"], [[told, total, math.exp(total)]])

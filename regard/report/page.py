@@ -3,7 +3,9 @@
 A page is one self-contained HTML file without script or network, or the same in Markdown. The
 markup is in report.html, report.md and pictures.svg. Colours of a picture are CSS variables with a
 fallback, text and axes have the colour of the text around them, and a map is there twice, of which
-`style` shows one: so it reads on light and dark pages. Curves differ by their dashes too.
+`style` shows one: so it reads on light and dark pages. Curves differ by their dashes too. No picture
+to read is wider than BOX, so that a telephone shows letters of 9 pixels and more. The letters are
+those of the page.
 """
 
 from __future__ import annotations
@@ -29,12 +31,13 @@ Row = Sequence[object]
 NUMBER = re.compile(r"-|-?[\d,.]+(e-?\d+)?[kMBT]?(\u00a0±\u00a0[\d,.]+(e-?\d+)?)?|nan|inf|-inf")
 # Sizes of pictures are attributes of theirs.
 POLICY = "style-src-attr 'unsafe-inline'"
-# The mean width of a letter.
-LETTER = 7.2
+# The size of letters, and their mean width.
+FONT = 14
+LETTER = 0.6 * FONT
 # At most so many points of a line.
 POINTS = 400
 # Where curves lie in their picture.
-BOX = {"left": 62.0, "right": 468.0, "bottom": 218.0, "width": 480.0, "height": 260.0}
+BOX = {"left": 66.0, "right": 458.0, "bottom": 218.0, "width": 480.0, "height": 260.0}
 
 
 @dataclass(frozen=True)
@@ -90,10 +93,16 @@ def templates() -> SandboxedEnvironment:
     """With filters for a coordinate, the colour of series i, a curve in letters, and text in
     Markdown."""
     env = environment(Path(__file__).parent)
-    env.filters["c"] = lambda value: f"{value:.1f}"
+    env.filters["c"] = coordinate
     env.filters["colour"] = lambda i: f"var(--s{i % 6}, {SERIES['light'][i % 6]})"
     env.filters |= {"spark": spark, "plain": _plain}
+    env.globals["font"] = FONT
     return env
+
+
+def coordinate(value: float) -> str:
+    """With a decimal; halves are rounded up, however a processor has rounded the sum behind them."""
+    return f"{math.floor(round(value, 4) * 10 + 0.5) / 10:.1f}"
 
 
 def _plain(text: object) -> str:
@@ -175,7 +184,7 @@ def lines(
     ys = Axis.around([y for _, y in points], (BOX["bottom"], top), log, reach)
 
     def path(points: Sequence[Point]) -> str:
-        return " ".join(f"{xs(a):.1f},{ys(b):.1f}" for a, b in points)
+        return " ".join(f"{coordinate(xs(a))},{coordinate(ys(b))}" for a, b in points)
 
     curves = []
     sentences = []

@@ -5,7 +5,8 @@ The modules of web/ are joined into one inline script, since browsers refuse mod
 opened from disk. Every page of the project is made by `document`: one frame and one base style, by
 the templates of `environment`, which escape all that they are given.
 
-One table of colours serves the page's script, matplotlib and reports. Lightness runs one way from
+One table of colours and one list of fonts serve all pages and pictures: the script's, matplotlib's,
+those of reports and of the documentation. Lightness runs one way from
 the page's ground, so that colours read without hue; signed values run to blue below zero and to
 orange above it. Weights are placed by their root, so that small ones show; 0, which is what is
 masked, is grey."""
@@ -54,6 +55,27 @@ RAMPS: dict[str, dict[str, list[list[int]]]] = {
         "masked": [[52, 57, 63]],
     },
 }
+# Of pages and pictures: the ground, text, lesser text, lines between parts, filled boxes, what is marked.
+PAPER = {
+    "light": {
+        **{"back": "#ffffff", "ink": "#1b1f24", "soft": "#57606a"},
+        **{"line": "#d0d7de", "fill": "#f3f5f7", "mark": "#b3261e"},
+    },
+    "dark": {
+        **{"back": "#14171a", "ink": "#e6e9ec", "soft": "#a8b1bb"},
+        **{"line": "#3d444d", "fill": "#1f2429", "mark": "#ff8a80"},
+    },
+}
+# Latin by the system's own letters, then a font for each other script, so that none falls back to
+# boxes.
+FONTS = (
+    *("system-ui", "-apple-system", "Segoe UI", "Noto Sans", "Noto Sans SC", "Noto Sans CJK SC"),
+    *("PingFang SC", "Microsoft YaHei", "Hiragino Sans", "Noto Sans CJK JP", "Noto Sans CJK KR"),
+    *("Noto Sans Arabic", "Geeza Pro", "Noto Sans Hebrew", "Noto Sans Devanagari"),
+    *("Kohinoor Devanagari", "Nirmala UI", "Noto Sans Bengali", "Noto Sans Tamil"),
+    *("Noto Sans Thai", "Leelawadee UI", "Noto Sans Symbols 2", "Noto Color Emoji", "sans-serif"),
+)
+SANS = ", ".join(f"'{name}'" if " " in name else name for name in FONTS)
 # Of curves, heads and bars, one after the other.
 SERIES = {
     "light": ("#0b62a8", "#b34700", "#007556", "#8f3f8f", "#7a6200", "#444c56"),
@@ -97,8 +119,9 @@ def document(
 
 
 def style(scheme: str, where: str = "svg") -> str:
-    """The rules that a scheme needs: colours of curves, and which form of a map is shown."""
-    colours = " ".join(f"--s{i}: {value};" for i, value in enumerate(SERIES[scheme]))
+    """The rules that a scheme needs: its colours, and which form of a map is shown."""
+    named = {**PAPER[scheme], **{f"s{i}": value for i, value in enumerate(SERIES[scheme])}}
+    colours = " ".join(f"--{name}: {value};" for name, value in named.items())
     other = "light" if scheme == "dark" else "dark"
     return f"{where} {{ {colours} }} .{scheme} {{ display: inline; }} .{other} {{ display: none; }}"
 
@@ -106,7 +129,8 @@ def style(scheme: str, where: str = "svg") -> str:
 def both() -> str:
     """The same for a page that follows the reader's own scheme."""
     dark = style("dark", ":root")
-    return f"{style('light', ':root')}\n@media (prefers-color-scheme: dark) {{ {dark} }}"
+    fonts = f":root {{ --sans: {SANS}; }}"
+    return f"{fonts}\n{style('light', ':root')}\n@media (prefers-color-scheme: dark) {{ {dark} }}"
 
 
 def page(title: str, panels: Sequence[Panel], sort: str = "") -> str:
@@ -271,6 +295,17 @@ def levels(values: np.ndarray, most: float | None = None, signed: bool = False) 
     shares = values / (most or np.abs(values).max(initial=0.0) or 1.0)
     place = (shares + 1) / 2 if signed else np.sqrt(np.clip(shares, 0, 1))
     return np.where(seen, 1 + np.rint(254 * np.clip(place, 0, 1)), 0).astype(np.uint8)
+
+
+def light(colour: Sequence[float]) -> float:
+    """The relative luminance of red, green and blue from 0 to 1, as WCAG 2 defines it."""
+    linear = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour)
+    return sum(share * c for share, c in zip((0.2126, 0.7152, 0.0722), linear))
+
+
+def contrast(one: float, other: float) -> float:
+    """Of two luminances, from 1 to 21: 4.5 and more for text, 3 and more for lines."""
+    return (max(one, other) + 0.05) / (min(one, other) + 0.05)
 
 
 def image(values: np.ndarray, scheme: str, most: float | None = None) -> str:

@@ -6,11 +6,13 @@ when the first one is drawn."""
 
 from __future__ import annotations
 
+import html
 import io
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,13 +24,15 @@ from torch import Tensor
 from regard.errors import ENVIRONMENT, Fault, UsageError, notice
 from regard.see.format import clip, visible
 from regard.see.look import Full, Panel, telling
-from regard.see.page import SERIES, table
+from regard.see.page import PAPER, SANS, SERIES, contrast, light, table
 from regard.see.probe import thumbnail
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# A picture for light or for dark pages: drawing(dark=True).
+Drawing = Callable[..., "Figure"]
 # (layers heads rows keys), or a layer each: (heads rows keys); tokens, or numbers instead.
 Maps = Tensor | Sequence[Tensor]
 Names = Sequence[str] | None
@@ -36,8 +40,14 @@ FONTS = ("DejaVu Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans Arabi
 FORMATS = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 # Columns of a token's label, labels of an axis, cells of a tile, and the gap between tiles.
 LONGEST, LABELS, TILE, GAP = 14, 80, 96, 0.08
-# The font size of a token's label beside a tile, in points.
-SMALL = 7
+# How curves and their points differ, beside their colours.
+DASHES: tuple[Any, ...] = (
+    *("-", (0, (5, 2)), (0, (1, 1.5))),
+    *((0, (6, 2, 1, 2)), (0, (3, 1, 1, 1, 1, 1)), (0, (8, 3))),
+)
+MARKS = "osD^vP"
+# Sizes of letters in points: of axes, of the names of panels, of a token beside a tile.
+AXES, NAME, SMALL = 10, 11, 7
 # Rows and keys up to which each weight is written out, and each row's largest is marked.
 NUMBERS, PEAKS = 12, 64
 
@@ -56,21 +66,21 @@ def pictures(path: Path, panel: Panel, what: str) -> list[Path]:
     if single is None and (panel.head is not None or view.name == "cross"):
         notice("the text is too long for pictures of single heads")
     if panel.head is not None and single is not None:
-        drawn = one_head(single, view.rows, view.columns, f"{title}, head {which}")
+        names = (view.rows, view.columns, f"{title}, head {which}")
+        paths = [save(partial(one_head, single, *names), path)]
     else:
-        drawn = _grid(panel, f"{panel.name}: “{what}”")
-    paths = [save(drawn, path)]
+        paths = [save(partial(_grid, panel, f"{panel.name}: “{what}”"), path)]
     if view.name == "cross" and single is not None:
         of = f"head {which}"
         if panel.head is None and len(full) == len(layer.heads):
             single = torch.stack(full).mean(0)
             of = f"mean of {len(full)} heads"
-        drawn = alignment(single, view.columns, view.rows, f"{title}, {of}")
+        drawn = partial(alignment, single, view.columns, view.rows, f"{title}, {of}")
         paths.append(save(drawn, path.with_name(f"{path.stem}-alignment{path.suffix}")))
     return paths
 
 
-def _grid(panel: Panel, title: str) -> Figure:
+def _grid(panel: Panel, title: str, dark: bool = False) -> Figure:
     """The heads of every view, or of the layer that was asked for."""
     maps = []
     names = []
@@ -83,7 +93,7 @@ def _grid(panel: Panel, title: str) -> Figure:
                 number = str(layer.number)
                 names.append(f"{view.name} {number}" if panel.views[1:] else number)
                 tokens.append((view.rows, view.columns) if whole else (None, None))
-    return head_grid(maps, title, names=names, tokens=tokens)
+    return head_grid(maps, title, names=names, tokens=tokens, dark=dark)
 
 
 class Link(NamedTuple):
@@ -168,7 +178,7 @@ def one_head(
     weights = _checked(weights, 2)
     rows, columns = weights.shape
     side = 0.52 if max(rows, columns) <= NUMBERS else min(0.3, 9 / max(rows, columns))
-    page = sheet(max(side * columns, 2) + 2.6, max(side * rows, 1.5) + 1.9, dark=dark)
+    page = sheet(max(side * columns, 2) + 2.7, max(side * rows, 1.5) + 2.1, dark=dark)
     names = ("key: the token that is read", "query: the token that reads")
     _head(page, weights, (queries, keys), names)
     page.title(title or "Attention of one head")
@@ -247,9 +257,9 @@ def _head(page: Sheet, weights: Tensor, tokens: Sequence[Names], names: tuple[st
 
 
 def ink(image: Any, weight: float) -> str:
-    """What can be read on a weight's colour: black on light ones, white on dark ones."""
-    red, green, blue, _ = image.cmap(image.norm(weight))
-    return "#000000" if 0.3 * red + 0.6 * green + 0.1 * blue > 0.5 else "#ffffff"
+    """What can be read on a weight's colour, black or white: the one with more contrast."""
+    back = light(image.cmap(image.norm(weight))[:3])
+    return "#000000" if contrast(back, 0.0) > contrast(back, 1.0) else "#ffffff"
 
 
 def _checked(weights: Tensor, axes: int) -> Tensor:
@@ -273,7 +283,7 @@ def _checked(weights: Tensor, axes: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A figure, its axes row by row, and its colours: the paper, text, what stays behind, the
+    """A figure, its axes row by row, and its colours: the paper, text, axes, what stays behind, the
     series one by one."""
 
     figure: Figure
@@ -281,6 +291,7 @@ class Sheet:
     dark: bool
     paper: str
     text: str
+    soft: str
     faint: str
     series: tuple[str, ...]
 
@@ -290,9 +301,9 @@ class Sheet:
         ax.set_xlabel(x, color=self.text)
         ax.set_ylabel(y, color=self.text)
         if title:
-            ax.set_title(title, color=self.text, fontsize=11)
-        ax.tick_params(which="both", colors=self.text, labelsize=9)
-        ax.spines[:].set_color(self.faint)
+            ax.set_title(title, color=self.text, fontsize=NAME)
+        ax.tick_params(which="both", colors=self.text, labelsize=AXES)
+        ax.spines[:].set_color(self.soft)
 
     def image(self, ax: Axes, weights: Tensor, most: float = 0.0, place: Any = None) -> Any:
         """A map in the colours of every map, those with a sign where it has numbers below 0;
@@ -330,11 +341,11 @@ class Sheet:
         place = ax.inset_axes((1 + 0.1 / inches, 0, 0.16 / inches, 1))
         bar = self.figure.colorbar(image, cax=place)
         bar.set_label(label, color=self.text)
-        bar.ax.tick_params(colors=self.text, labelsize=9)
-        bar.outline.set_edgecolor(self.faint)
+        bar.ax.tick_params(colors=self.text, labelsize=AXES)
+        bar.outline.set_edgecolor(self.soft)
 
     def title(self, text: str) -> None:
-        self.figure.suptitle(text, color=self.text, fontsize=12, parse_math=False)
+        self.figure.suptitle(text, color=self.text, fontsize=NAME + 1, parse_math=False)
 
 
 def sheet(
@@ -345,37 +356,81 @@ def sheet(
     *,
     dark: bool = False,
     ratios: Sequence[float] | None = None,
+    heights: Sequence[float] | None = None,
 ) -> Sheet:
-    """An empty figure of so many inches. `ratios`: the widths of its columns."""
+    """An empty figure of so many inches. `ratios`: the widths of its columns, `heights`: of its rows."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise Fault("pictures need matplotlib; pip install 'regard[plots]'", ENVIRONMENT) from error
-    scheme = ("#14171c", "#e8eaed", "#4a525d") if dark else ("#ffffff", "#1a1a1a", "#c4c9d0")
-    figure = Figure((width, height), dpi=130, facecolor=scheme[0])
+    scheme = "dark" if dark else "light"
+    paper = PAPER[scheme]
+    figure = Figure((width, height), dpi=130, facecolor=paper["back"])
     figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.06)
     FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, columns, squeeze=False, width_ratios=ratios)
-    return Sheet(figure, list(axes.flat), dark, *scheme, SERIES["dark" if dark else "light"])
+    sizes: dict[str, Any] = {"width_ratios": ratios, "height_ratios": heights}
+    axes = figure.subplots(rows, columns, squeeze=False, **sizes)
+    colours = (paper["back"], paper["ink"], paper["soft"], paper["line"])
+    return Sheet(figure, list(axes.flat), dark, *colours, SERIES[scheme])
 
 
-def save(figure: Figure, path: str | Path) -> Path:
-    """Write the picture as .png, .svg or .pdf; the file is whole or not there."""
+def save(figure: Figure | Drawing, path: str | Path) -> Path:
+    """Write the picture as .png, .svg or .pdf; the file is whole or not there. Of a function that
+    draws it (`dark`: for dark pages) an .svg has both forms, and shows that of the reader's scheme."""
     path = Path(path)
     kind = path.suffix.lower()
     if kind not in FORMATS:
         raise UsageError(f"{path}: a picture's name ends in {', '.join(FORMATS)}; such as map.png")
-    data = io.BytesIO()
-    figure.savefig(data, format=kind[1:], facecolor=figure.get_facecolor(), metadata=FORMATS[kind])
     if not path.parent.is_dir():
         raise UsageError(f"{path}: there is no folder {path.parent}; make it, or name another")
+    made = figure(dark=False) if callable(figure) else figure
+    data = _written(made, kind)
+    if kind == ".svg":
+        forms = [data, _written(figure(dark=True), kind)] if callable(figure) else [data]
+        data = _responsive([form.decode() for form in forms], made.get_suptitle()).encode()
     try:
-        path.write_bytes(data.getvalue())
+        path.write_bytes(data)
     except OSError as error:
         why = error.strerror or error
         raise UsageError(f"{path} cannot be written: {why}; name another file") from error
     return path
+
+
+def _written(figure: Figure, kind: str) -> bytes:
+    """Letters of an .svg stay letters, and its names are the same in every run."""
+    from matplotlib import rc_context
+
+    data = io.BytesIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "regard"}):
+        paper = figure.get_facecolor()
+        figure.savefig(data, format=kind[1:], facecolor=paper, metadata=FORMATS[kind])
+    return data.getvalue()
+
+
+def _responsive(forms: Sequence[str], title: str) -> str:
+    """The same picture for light pages and perhaps for dark ones as one that is never wider than its
+    place and has the fonts of every page."""
+    (size,) = re.findall(r'<svg [^>]*?(width="[^"]+" height="[^"]+" viewBox="[^"]+")', forms[0])
+    groups = []
+    for scheme, form in zip(("light", "dark"), forms):
+        drawn = form[form.index("<g id=") : form.rindex("</svg>")]
+        # Letters keep their size and leave their fonts to the whole; old releases write both in one.
+        drawn = re.sub(r"font: ([\d.]+px) [^;\"]+", r"font-size: \1", drawn)
+        drawn = re.sub(r" ?font-family: [^;\"]+;?", "", drawn)
+        drawn = re.sub(r'( id="|url\(#|href="#)', rf"\1{scheme}-", drawn)
+        groups.append(f'<g class="{scheme}">\n{drawn}</g>')
+    sheet = "* { stroke-linejoin: round; stroke-linecap: butt } .dark { display: none }"
+    if forms[1:]:
+        swap = ".light { display: none } .dark { display: inline }"
+        sheet += f" @media (prefers-color-scheme: dark) {{ {swap} }}"
+    spaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    name = html.escape(" ".join(title.split()))
+    return f"""<?xml version="1.0" encoding="utf-8"?>
+<svg {spaces} {size} role="img" font-family="{SANS}" style="max-width:100%;height:auto">
+<title>{name}</title><style>{sheet}</style>
+{"".join(groups)}</svg>
+"""
 
 
 # --- tokens -------------------------------------------------------------------------------------

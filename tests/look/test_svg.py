@@ -111,7 +111,7 @@ def test_line_lies_where_its_numbers_say() -> None:
     ((x0, y0), (x1, y1), (x2, y2)) = polylines(svg)[0]
     assert x0 < x1 < x2 and x1 == pytest.approx((x0 + x2) / 2, abs=0.1)
     assert y0 > y1 > y2 and y1 == pytest.approx((y0 + y2) / 2, abs=0.1)  # up is less
-    assert (x0, y0, x2, y2) == (62, 218, 468, 10)
+    assert (x0, y0, x2, y2) == (66, 218, 458, 10)
     assert {"0", "20", "100"} <= set(texts(svg))
 
 
