@@ -16,6 +16,7 @@ import regard
 from regard.decode.generate import tokenizer_of
 from regard.see import look as trace
 from regard.see.look import names as names_of
+from regard.see.page import PAPER
 from regard.see.probe import Probe
 from regard.text import Tokenizer, needed
 from tests.test_cli import SMALL, call, folder, process, put
@@ -181,13 +182,16 @@ def test_tokens_on_a_page_keep_their_spaces(family: str, tmp_path: Path) -> None
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The figures that are saved from here on."""
+    """The figures that are saved from here on, for light pages."""
     from regard.see import plots
 
     figures, save = list[Any](), plots.save
-    monkeypatch.setattr(
-        plots, "save", lambda figure, path: figures.append(figure) or save(figure, path)
-    )
+
+    def kept(drawing: Any, path: Path) -> Path:
+        figures.append(drawing())
+        return save(drawing, path)
+
+    monkeypatch.setattr(plots, "save", kept)
     return figures
 
 
@@ -218,6 +222,21 @@ def test_pictures_show_what_was_asked_for_and_every_file_is_named(
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
     assert len(figures[0].axes[0].images) == tiles
+
+
+def test_picture_as_svg_has_a_form_for_dark_pages(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    asked = ["--target", "a dog", "--output", tmp_path / "a.svg"]
+    assert call("look", folder("t5"), "Der Hund", *asked).code == 0
+    for name in ("a.svg", "a-alignment.svg"):
+        svg = (tmp_path / name).read_text(encoding="utf-8")
+        light, dark = svg.split('<g class="dark">')
+        assert "@media (prefers-color-scheme: dark)" in light
+        assert PAPER["light"]["ink"] in light and PAPER["dark"]["ink"] in dark
+        assert PAPER["light"]["ink"] not in dark and PAPER["dark"]["ink"] not in light
+        assert light.count("<text") == dark.count("<text") > 10
+        ids = re.findall(r' id="([^"]+)"', svg)
+        assert len(ids) == len(set(ids))
 
 
 def test_tiles_have_their_tokens(tmp_path: Path, monkeypatch: Any) -> None:
