@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from regard.learn.picture import FRAME, wrapped
 from regard.report import page
-from regard.see.page import SANS, levels, style, table
+from regard.see.page import PAPER, SANS, SERIES, levels, table
 
 CELL = 22
 QUERIES = "row: query, column: key"
@@ -40,9 +40,15 @@ def draw(name: str) -> str:
 
 def alone(svg: str) -> str:
     """A picture as a file: its size, where there is room for it, its letters, and colours for a light
-    and a dark page of its own."""
-    rules = f"svg {{ color: var(--ink); font-family: {SANS}; }} {style('light')}"
-    sheet = f"<style>{rules} @media (prefers-color-scheme: dark) {{ {style('dark')} }}</style>"
+    and a dark page of its own. They need no variables, which only browsers know."""
+    svg = re.sub(r"var\(--s\d, (#\w+)\)", r"\1", svg)
+    light, dark = (PAPER[scheme]["ink"] for scheme in ("light", "dark"))
+    rules = f"svg {{ color: {light}; font-family: {SANS}; }} .dark {{ display: none; }}"
+    swap = f"svg {{ color: {dark}; }} .light {{ display: none; }} .dark {{ display: inline; }}"
+    for one, other in zip(SERIES["light"], SERIES["dark"]):
+        for name in ("stroke", "fill"):
+            swap += f' [{name}="{one}"] {{ {name}: {other}; }}' * (f'{name}="{one}"' in svg)
+    sheet = f"<style>{rules} @media (prefers-color-scheme: dark) {{ {swap} }}</style>"
     size = re.sub(r'viewBox="0 0 (\d+) (\d+)"', r'width="\1" height="\2" \g<0>', svg, count=1)
     fluid = re.sub(r'style="max-width:\d+px"', 'style="max-width:100%;height:auto"', size, count=1)
     return fluid.replace("</title>", f"</title>{sheet}", 1) + "\n"

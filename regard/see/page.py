@@ -118,19 +118,19 @@ def document(
     return env.get_template(f"{name}.html").render(title=title, **safe, **more)
 
 
-def style(scheme: str, where: str = "svg") -> str:
+def style(scheme: str) -> str:
     """The rules that a scheme needs: its colours, and which form of a map is shown."""
     named = {**PAPER[scheme], **{f"s{i}": value for i, value in enumerate(SERIES[scheme])}}
     colours = " ".join(f"--{name}: {value};" for name, value in named.items())
     other = "light" if scheme == "dark" else "dark"
-    return f"{where} {{ {colours} }} .{scheme} {{ display: inline; }} .{other} {{ display: none; }}"
+    return f":root {{ {colours} }} .{scheme} {{ display: inline; }} .{other} {{ display: none; }}"
 
 
 def both() -> str:
     """The same for a page that follows the reader's own scheme."""
-    dark = style("dark", ":root")
     fonts = f":root {{ --sans: {SANS}; }}"
-    return f"{fonts}\n{style('light', ':root')}\n@media (prefers-color-scheme: dark) {{ {dark} }}"
+    dark = f"@media (prefers-color-scheme: dark) {{ {style('dark')} }}"
+    return f"{fonts}\n{style('light')}\n{dark}"
 
 
 def page(title: str, panels: Sequence[Panel], sort: str = "") -> str:

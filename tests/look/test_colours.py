@@ -36,10 +36,6 @@ def palette() -> set[str]:
     return named.union(*ramps, {"#000000", "#ffffff"})
 
 
-def named(scheme: str) -> dict[str, str]:
-    return {**PAPER[scheme], **{f"s{i}": colour for i, colour in enumerate(SERIES[scheme])}}
-
-
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Every picture of the documentation, and some of `regard explain --output`."""
@@ -59,9 +55,9 @@ def test_every_picture_has_colours_of_the_palette_and_no_others(pictures: dict[s
         plain = re.sub(r'url\(#[^)]*\)|href="[^"]*"', "", svg)
         assert {c.lower() for c in re.findall(r"#[0-9a-fA-F]{3,8}\b", plain)} <= palette(), name
         used = re.findall(r'(?:[ "{;])(?:fill|stroke|color)(?:=|: ?)"?([^;"}]+)', plain)
-        variables = {f"var(--{key}, {colour})" for key, colour in named("light").items()}
-        words = {"none", "currentColor", "var(--ink)"} | variables
-        assert used and {word.strip() for word in used} <= words | palette(), name
+        # No variables, so that programs other than browsers show them.
+        words = {"none", "currentColor"} | palette()
+        assert used and {word.strip() for word in used} <= words, name
 
 
 def test_every_picture_has_the_fonts_of_the_pages(pictures: dict[str, str]) -> None:
@@ -109,14 +105,19 @@ def test_every_picture_and_page_answers_a_dark_scheme(pictures: dict[str, str]) 
         assert not more or name == "page"
         assert ".light { display: none" in dark, name
     for name in pictures.keys() - {*TOPICS}:
-        dark = pictures[name].partition("@media")[2]
-        assert all(f"--{key}: {colour};" in dark for key, colour in named("dark").items()), name
+        sheet, _, drawn = pictures[name].partition("</style>")
+        dark = sheet.partition("@media")[2]
+        assert f"svg {{ color: {PAPER['dark']['ink']}; }}" in dark
+        for one, other in zip(SERIES["light"], SERIES["dark"]):
+            for kind in ("stroke", "fill"):
+                rule = f'[{kind}="{one}"] {{ {kind}: {other}; }}'
+                assert (rule in dark) == (f'{kind}="{one}"' in drawn), (name, rule)
 
 
 def test_curves_of_the_documentation_are_smooth_or_have_a_mark_at_each_point() -> None:
     for path in FILES:
         svg = path.read_text(encoding="utf-8")
-        curves = re.findall(r'<polyline points="([^"]*)" fill="none" stroke="var', svg)
+        curves = re.findall(r'<polyline points="([^"]*)" fill="none" stroke="#', svg)
         points = [len(curve.split()) for curve in curves]
         marked = sum(count for count in points if count < 100)
         assert svg.count("<circle") >= marked, path.name
