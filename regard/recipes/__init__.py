@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from regard.errors import UsageError, nearest
-from regard.recipes import corpora, dates
+from regard.recipes import corpora, dates, summaries
 
 MAKERS: dict[str, Callable[[Path], str]] = {
     "dates": dates.make,
@@ -23,6 +23,7 @@ MAKERS: dict[str, Callable[[Path], str]] = {
     "captions": corpora.make_captions,
     "drawings": corpora.make_drawings,
     "segments": corpora.make_segments,
+    "summaries": summaries.make,
     "verses": corpora.make_pairs,
     "parts": corpora.make_parts,
     "sums": corpora.make_sums,
@@ -30,7 +31,7 @@ MAKERS: dict[str, Callable[[Path], str]] = {
 NAMES = (
     *("dates", "dates-gru", "gpt-pydoc", "vit-digits", "kjv", "bert-pretrain", "bert-finetune"),
     *("t5-pretrain", "bart-pretrain", "dsa-base", "dsa-warmup", "dsa-sparse", "captions"),
-    *("chat", "prefer", "digits-from-text", "segment"),
+    *("chat", "prefer", "digits-from-text", "segment", "summaries"),
 )
 
 
