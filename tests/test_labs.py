@@ -13,10 +13,16 @@ import torch
 
 import regard
 from regard.cli.main import main
+from regard.decode.generate import tokenizer_of
 from regard.errors import UsageError
+from regard.evaluation.run import Shots
 from regard.labs.alignment import Error, Pair, best, parts
+from regard.labs.measure import Case
+from regard.labs.pretraining import verses
+from regard.labs.prompting import KINDS, TEMPLATE, naming, pairs, perfect, prompting
 from regard.labs.run import NAMES, cell, drawn, facts, merged, read, stages
 from regard.models.base import parameters
+from regard.recipes.corpora import PARTS
 from regard.report.page import Block
 from regard.training.build import fresh
 from regard.training.config import configure
@@ -44,6 +50,7 @@ TRIED = {
         ],
     ),
     "pretraining": (["pre-trained", "from scratch"], ["Accuracy"]),
+    "prompting": (["smaller", "larger"], ["Accuracy"]),
     "parallel": (
         ["LSTM", "Transformer"],
         ["Training", "Decoding with a cache", "Decoding without a cache", "Times as fast"],
@@ -96,17 +103,22 @@ def test_lab_runs_in_its_tiny_form(name: str, tmp_path: Path) -> None:
     if name == "pretraining":
         runs = tmp_path / "lab" / "from-scratch" / "1"
         start, tuned = runs / "run-1" / "best", facts(runs / "tuned-100")["config"]
-        assert tuned["model"] == {"folder": str(start.resolve())}
+        assert tuned["model"] == {"folder": str((runs / "start").resolve())}
+        assert regard.load(runs / "tuned-100" / "best").config.head.token == "mean"
         assert tuned["data"]["train"][0].endswith("labelled-100.tsv")
         # One has learned, the other is as it was drawn.
         torch.manual_seed(1)
         name = "tower.blocks.0.ffn.up.weight"
         drawn_weights = fresh(read_config(runs / "run-1" / "config.toml"), 500).state_dict()
         learned = tmp_path / "lab" / "pre-trained" / "1" / "run-1" / "best"
-        for folder, change in ((start, 0.0), (learned, 1e-3)):
+        for folder, change in ((start, 0.0), (runs / "start", 0.0), (learned, 1e-3)):
             weight = regard.load(folder).state_dict()[name]
             far = (weight - drawn_weights[name]).abs().max().item()
             assert far == pytest.approx(change, abs=1e-6) if not change else far > change
+    if name == "prompting":
+        rows = result.figures["Accuracy"]
+        assert list(rows) == ["smaller", "larger", "a perfect reader"]
+        assert rows["a perfect reader"]["0"] == [0.25]
     if name == "parallel":
         speeds = result.figures["Training"]
         assert all(v > 0 for f in result.figures.values() for r in f.values() for v in r["8"])
@@ -117,6 +129,17 @@ def test_lab_runs_in_its_tiny_form(name: str, tmp_path: Path) -> None:
     if name == "ablations":
         heads = result.figures["Without one head"]
         assert list(heads) == ["layer 1"] and list(heads["layer 1"]) == ["1", "2"]
+
+
+def test_chapters_and_verses_are_taken_from_all_over_the_book(tmp_path: Path) -> None:
+    """Its first chapters are law, and so are the first verses that are held out."""
+    pytest.importorskip(NEEDS["pretraining"])
+    verses(tmp_path, [10], chapters=40, tests=60)
+    read_of, asked = (
+        (tmp_path / name).read_text(encoding="utf-8") for name in ("train.txt", "labelled.tsv")
+    )
+    assert read_of.count("\n") == 40 and "Jesus" in read_of and "Pharaoh" in read_of
+    assert {line.partition("\t")[0] for line in asked.splitlines()[1:]} == set(PARTS)
 
 
 def test_mechanisms_have_equal_parameters_and_100m_tokens() -> None:
@@ -181,6 +204,68 @@ def test_attention_on_the_right_characters_has_no_error() -> None:
     exact, part = rates([10, 11, 12, 9, *right[4:]])
     assert exact == pytest.approx(1 - (1 + 4) / (8 + 5)) and part == 0
     assert rates([*right[:8], 5, 5])[1] == pytest.approx(2 / 8)
+
+
+def test_accuracy_by_shots_is_that_of_answers_read_off_logits(tmp_path: Path) -> None:
+    """Of a model that has learned half of a rule by heart."""
+    naming(tmp_path / "text", count=0, rules=1, shown=17)
+    table = (tmp_path / "text" / "rule-1.tsv").read_text(encoding="utf-8")
+    pool = [(word, name) for word, name in map(str.split, table.splitlines()[1:])]
+    lines = [TEMPLATE.format(source=word, target=name) for word, name in pool]
+    (half := tmp_path / "half.txt").write_text("".join(lines[::2]), encoding="utf-8")
+    files = {"train": str(half), "valid": str(half)}
+    tables = {
+        "task": "lm",
+        "model": {"preset": "gpt2", "layers": 1, "dim": 32, "heads": 2, "dropout": 0.0},
+        "data": {**files, "unit": "line", "length": 80, "rows": 8},
+        "tokenizer": {"kind": "bpe", "vocab": 500},
+        "train": {"steps": 40, "evaluate": 0, "seed": 1, "optim": {"name": "muon", "lr": 2e-2}},
+    }
+    regard.train(tables, tmp_path / "run", device="cpu")
+    settings = {"shots": [0, 2], "beside": "larger"}
+    case = Case(settings, "smaller", 1, tmp_path, [tmp_path / "run"], "cpu")
+    model = case.load()
+    tokenizer = tokenizer_of(model)
+
+    def answer(prompt: str) -> str:
+        ids = tokenizer.encode(prompt.rstrip(" "))
+        start = len(ids)
+        while not tokenizer.decode(ids[start:]).endswith("\n") and len(ids) < start + 8:
+            ids.append(model(torch.tensor([ids]))[0, -1].argmax().item())
+        return tokenizer.decode(ids[start:]).strip()
+
+    found = prompting(case)["Accuracy"]["smaller"]
+    for count, value in found.items():
+        asked = [Shots(count, TEMPLATE).prompt(pool, i, pair) for i, pair in enumerate(pool)]
+        right = [answer(x) == pair[1] for x, pair in zip(asked, pool, strict=True)]
+        assert value == sum(right) / 64
+    assert 0.2 < found[0] < 1
+
+
+def test_perfect_reader_has_what_the_shots_show() -> None:
+    """Counted over prompts: the name if one of the shots has it, else one of four."""
+    rule = tuple(names.split()[0] for names, _ in KINDS)
+    pool = pairs(rule)
+    for count in (0, 1, 8):
+        prompts = [
+            (Shots(count, TEMPLATE, seed).prompt(pool, i, pair), pair[1])
+            for seed in range(30)
+            for i, pair in enumerate(pool)
+        ]
+        shown = sum(f": {name}\n" in prompt for prompt, name in prompts) / len(prompts)
+        assert perfect(count) == pytest.approx(shown + (1 - shown) / 4, abs=0.03)
+    assert perfect(63) == 1
+
+
+def test_rules_that_are_asked_for_were_not_learned(tmp_path: Path) -> None:
+    naming(tmp_path, count=300, rules=4, shown=17)
+    held = [
+        dict(x.split() for x in p.read_text("utf-8").splitlines()) for p in tmp_path.glob("*.tsv")
+    ]
+    lines = (tmp_path / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    learned = [dict(x.split(": ") for x in json.loads(t)["text"].splitlines()) for t in lines]
+    assert len(held) == 4 and all(len(d) == 17 for d in learned)
+    assert not any(d.items() <= rule.items() for d in learned for rule in held)
 
 
 def test_layers_that_are_timed_have_equally_many_weights() -> None:

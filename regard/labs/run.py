@@ -35,6 +35,7 @@ from regard.labs.alignment import alignment
 from regard.labs.measure import Case, changed
 from regard.labs.parallel import parallel
 from regard.labs.pretraining import pretraining, verses
+from regard.labs.prompting import naming, prompting
 from regard.machine import duration, pick_device
 from regard.recipes import MAKERS as RECIPES
 from regard.recipes.corpora import write
@@ -53,9 +54,9 @@ Rows = dict[str, dict[str, list[float]]]  # row -> column -> one value per seed
 HELD = 0.1  # of a user's text, its end, to measure on
 NAMES = (
     *("bottleneck", "ablations", "extrapolation", "mechanisms", "indexer"),
-    *("alignment", "pretraining", "parallel"),
+    *("alignment", "pretraining", "prompting", "parallel"),
 )
-LARGER = (alignment, pretraining, parallel)
+LARGER = (alignment, pretraining, prompting, parallel)
 MEASURES = {**measure.MEASURES, **{f.__name__: f for f in LARGER}}
 
 
@@ -300,7 +301,10 @@ def sources(folder: Path, most: int) -> None:
     write(folder, {"valid.jsonl": [*texts.values()][::100], "train.jsonl": learned})
 
 
-MAKERS: dict[str, Any] = {**RECIPES, "letters": letters, "sources": sources, "verses": verses}
+MAKERS: dict[str, Any] = {
+    **RECIPES,
+    **{f.__name__: f for f in (letters, sources, verses, naming)},
+}
 
 
 # --- the page -------------------------------------------------------------------------------------
