@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import regard
 from regard.cli.main import main
+from regard.data.feed import Batch
 from regard.decode.generate import tokenizer_of
 from regard.errors import UsageError
 from regard.evaluation.run import Shots
 from regard.labs.alignment import Error, Pair, best, parts
-from regard.labs.measure import Case
+from regard.labs.measure import Case, query_gradients, row_entropy
 from regard.labs.pretraining import verses
 from regard.labs.prompting import KINDS, TEMPLATE, naming, pairs, perfect, prompting
 from regard.labs.run import NAMES, cell, drawn, facts, merged, read, stages
 from regard.models.base import parameters
 from regard.recipes.corpora import PARTS
 from regard.report.page import Block
+from regard.see.probe import Probe
 from regard.training.build import fresh
 from regard.training.config import configure
 from regard.training.config import read as read_config
@@ -35,6 +40,10 @@ TRIED = {
     "ablations": (
         ["as it is (pre-norm)", "without residual"],
         ["Loss", "Gradients at the start", "Gradients at the end", "Without one head"],
+    ),
+    "scale": (
+        ["16 wide", "256 wide", "256 wide, without"],
+        ["Loss", "Entropy of rows", "Gradient into W_Q", "Gradient into a query"],
     ),
     "extrapolation": (["learned", "RoPE", "ALiBi"], ["Loss by length"]),
     "mechanisms": (
@@ -126,6 +135,18 @@ def test_lab_runs_in_its_tiny_form(name: str, tmp_path: Path) -> None:
             f"LSTM, {figure.lower()}" for figure in list(TRIED["parallel"][1])[:3]
         ]
         assert list(speeds) == ["LSTM", "Transformer"]
+    if name == "scale":
+        assert {row: list(cells) for row, cells in result.figures["Loss"].items()} == {
+            "with 1/sqrt(d)": ["16", "256"],
+            "without": ["256"],
+        }
+        # Without the factor attention is sharper from the start, and each score weighs 16 times as much.
+        entropies, gradients = (
+            {row: cells["256"][0] for row, cells in result.figures[figure].items()}
+            for figure in ("Entropy of rows", "Gradient into W_Q")
+        )
+        assert entropies["without, at the start"] < entropies["with 1/sqrt(d), at the start"]
+        assert gradients["without, at the start"] > 8 * gradients["with 1/sqrt(d), at the start"]
     if name == "ablations":
         heads = result.figures["Without one head"]
         assert list(heads) == ["layer 1"] and list(heads["layer 1"]) == ["1", "2"]
@@ -153,6 +174,56 @@ def test_mechanisms_have_equal_parameters_and_100m_tokens() -> None:
         assert 100e6 < tokens < 101e6, variant
         sizes[variant] = parameters(fresh(configs[0], 0, "meta"))
     assert max(sizes.values()) / min(sizes.values()) < 1.01, sizes
+
+
+def test_heads_of_every_width_have_the_same_weights() -> None:
+    lab, found = read("scale"), []
+    for variant in lab["variants"]:
+        config = configure(merged(stages(lab, variant)[0], {"data": {"train": "x"}}))
+        model = fresh(config, 50, "meta")
+        found.append({name: p.shape for name, p in model.named_parameters()})
+        attention = model.tower.blocks[0].attention
+        scale = 1 if "without" in variant else attention.d**-0.5
+        assert (f"{attention.d} wide", attention.scale) == (variant.partition(",")[0], scale)
+    assert len(found) == 6 and all(each == found[0] for each in found)
+
+
+def small(**changes: Any) -> tuple[Any, Batch]:
+    torch.manual_seed(0)
+    sizes = {"vocab": 20, "layers": 2, "dim": 16, "heads": 2, "max_len": 8}
+    ids = torch.randint(20, (3, 9))
+    return regard.build("gpt2", **{**sizes, **changes}), Batch(ids[:, :-1], ids[:, 1:])
+
+
+def test_entropy_of_rows_is_that_of_their_weights() -> None:
+    """Of queries of zero all tokens are alike: row i has log i. Else by the weights, one after the other."""
+    model, batch = small()
+    probe = Probe()
+    model(batch.ids, probe=probe)
+    rows = torch.cat([maps.flatten(0, 2) for (maps,) in probe.maps.values()]).tolist()
+    each = [-sum(p * math.log(p) for p in row if p) for row in rows]
+    assert row_entropy(model, batch) == pytest.approx(sum(each) / len(each), rel=1e-5)
+    for block in model.tower.blocks:
+        torch.nn.init.zeros_(block.attention.wq.weight)
+    assert row_entropy(model, batch) == pytest.approx(math.lgamma(9) / 8, rel=1e-6)
+
+
+def test_gradient_of_queries_is_that_by_what_is_added_to_them() -> None:
+    model, batch = small()
+    steps = [torch.zeros(3, 8, 16, requires_grad=True) for _ in range(2)]
+    weights = [block.attention.wq for block in model.tower.blocks]
+    hooks = [
+        wq.register_forward_hook(lambda module, args, q, step=step: q + step)
+        for wq, step in zip(weights, steps, strict=True)
+    ]
+    loss = F.cross_entropy(model(batch.ids).flatten(0, 1), batch.labels.flatten())
+    by_weights = torch.autograd.grad(loss, [wq.weight for wq in weights], retain_graph=True)
+    by_queries = torch.stack(torch.autograd.grad(loss, steps)).view(-1, 8)
+    for hook in hooks:
+        hook.remove()
+    whole, query = query_gradients(model, batch)
+    assert whole == pytest.approx(sum(g.square().sum().item() for g in by_weights) ** 0.5)
+    assert query == pytest.approx(by_queries.norm(dim=1).median().item())
 
 
 def test_block_without_residual_replaces_the_stream() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from regard.attention.sparse import choose, dots_exact, fp8_dots, hadamard, index_scores, packed_fp8
 from regard.checkpoint import load
@@ -21,6 +23,8 @@ from regard.machine import pick_device
 from regard.models import Model
 from regard.presets import build
 from regard.report.folder import read as read_report
+from regard.see.heads import Pair, Read, entropy
+from regard.see.probe import Probe
 from regard.text import needed
 from regard.training.build import make_model
 from regard.training.config import Config as RunConfig
@@ -62,6 +66,12 @@ class Case:
     def config(self) -> RunConfig:
         return read_config(self.runs[0] / "config.toml")
 
+    def start(self, model: Model) -> Any:
+        """The model as it was before the first step."""
+        torch.manual_seed(self.seed)
+        start = make_model(self.config, None, Coder(needed(tokenizer_of(model))), [])
+        return start.to(next(model.parameters()).device)
+
     def batch(self, model: Model) -> Batch:
         """`sampled` rows of the held-out text, as long as those of training."""
         rows, length = self.settings["sampled"], self.config.data.length or 1
@@ -93,13 +103,10 @@ def ablations(case: Case) -> Figures:
     """The loss; the gradient of each layer before and after training; of the first variant the loss without each of its
     heads."""
     model = case.load()
-    loss, coder = case.loss(case.best), Coder(needed(tokenizer_of(model)))
-    torch.manual_seed(case.seed)
-    start = make_model(case.config, None, coder, [])
-    batch = case.batch(model)
+    loss, batch = case.loss(case.best), case.batch(model)
     figures: Figures = {
         "Loss": {case.variant: {"held-out loss": loss}},
-        "Gradients at the start": {case.variant: gradients(start.to(batch.ids.device), batch)},
+        "Gradients at the start": {case.variant: gradients(case.start(model), batch)},
         "Gradients at the end": {case.variant: gradients(model, batch)},
     }
     if case.variant == case.settings["heads"]:
@@ -109,12 +116,18 @@ def ablations(case: Case) -> Figures:
 
 def gradients(model: Any, batch: Batch) -> dict[Any, float]:
     """The length of the loss's gradient by the weights of each layer, counted from 1."""
+    backward(model, batch)
+    return {i: length(block.parameters()) for i, block in enumerate(model.tower.blocks, 1)}
+
+
+def backward(model: Any, batch: Batch) -> None:
     total, count = causal(model, batch)
     (total / count).backward()
-    grads = [
-        [p.grad for p in block.parameters() if p.grad is not None] for block in model.tower.blocks
-    ]
-    return {i: torch.nn.utils.get_total_norm(parts).item() for i, parts in enumerate(grads, 1)}
+
+
+def length(weights: Iterable[Tensor]) -> float:
+    """Of the gradient by all these weights together."""
+    return torch.nn.utils.get_total_norm([p.grad for p in weights if p.grad is not None]).item()
 
 
 @torch.no_grad()
@@ -129,6 +142,48 @@ def without_heads(case: Case, model: Any, loss: float) -> dict[str, dict[Any, fl
             rows.setdefault(f"layer {i}", {})[h] = case.loss(model) - loss
             columns.copy_(kept)
     return rows
+
+
+def scale(case: Case) -> Figures:
+    """The loss, the entropy of attention's rows, and gradients of queries, by the width of a head."""
+    model = case.load()
+    batch, config = case.batch(model), model.tower.config
+    width = config.attention.width(config.dim)
+    row = "with 1/sqrt(d)" if config.attention.scale is None else "without"
+    figures: Figures = {"Loss": {row: {width: case.loss(case.best)}}}
+    for when, each in (("start", case.start(model)), ("end", model)):
+        matrix, query = query_gradients(each, batch)
+        found = {"Entropy of rows": row_entropy(each, batch)}
+        found |= {"Gradient into W_Q": matrix, "Gradient into a query": query}
+        for name, value in found.items():
+            figures.setdefault(name, {})[f"{row}, at the {when}"] = {width: value}
+    return figures
+
+
+def query_gradients(model: Any, batch: Batch) -> tuple[float, float]:
+    """The length of the loss's gradient by W_Q of all layers together, and by one query of a head: the median."""
+    attentions, queries = [block.attention for block in model.tower.blocks], list[Tensor]()
+
+    def keep(module: nn.Module, args: Any, q: Tensor) -> None:
+        q.retain_grad()
+        queries.append(q)
+
+    hooks = [each.wq.register_forward_hook(keep) for each in attentions]
+    backward(model, batch)
+    for hook in hooks:
+        hook.remove()
+    heads = attentions[0].config.heads
+    grads = [q.grad.unflatten(-1, (heads, -1)) for q in queries if q.grad is not None]
+    middle = torch.cat(grads).norm(dim=-1).median().item()
+    return length(each.wq.weight for each in attentions), middle
+
+
+@torch.no_grad()
+def row_entropy(model: Any, batch: Batch) -> float:
+    """In nats, the mean over layers, heads and rows of attention."""
+    probe = Probe()
+    model.hidden(batch.ids, mask=causal_mask(batch), probe=probe)
+    return mean(entropy(Read(a.flatten(0, 2), Pair((), ()))) for (a,) in probe.maps.values())
 
 
 def extrapolation(case: Case) -> Figures:
@@ -223,4 +278,6 @@ def indexer(case: Case) -> Figures:
     }
 
 
-MEASURES = {f.__name__: f for f in (bottleneck, ablations, extrapolation, mechanisms, indexer)}
+MEASURES = {
+    f.__name__: f for f in (bottleneck, ablations, scale, extrapolation, mechanisms, indexer)
+}
