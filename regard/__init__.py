@@ -29,7 +29,7 @@ _HOME = {
     "regard.errors": "UsageError",
     "regard.evaluation.model": "answer classify embed fill",
     "regard.labs.run": "lab",
-    "regard.layers": "LM MLM MLP Answer Classify Norm Tag",
+    "regard.layers": "LM MLM MLP NORMS Answer BatchNorm Classify Norm Tag",
     "regard.see.look": "look",
     "regard.see.probe": "Probe",
     "regard.mask": "Causal Documents Full Padding Prefix Span Visible Window",

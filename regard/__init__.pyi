@@ -14,7 +14,7 @@ from regard.evaluation.model import answer, classify, embed, fill
 from regard.evaluation.run import evaluate
 from regard.fast.cpu import prepare
 from regard.labs.run import lab
-from regard.layers import LM, MLM, MLP, Answer, Classify, Norm, Tag
+from regard.layers import LM, MLM, MLP, NORMS, Answer, BatchNorm, Classify, Norm, Tag
 from regard.mask import Causal, Documents, Full, Padding, Prefix, Span, Visible, Window
 from regard.models import (
     EncoderDecoderConfig,
@@ -52,6 +52,7 @@ __all__ = [
     "Alibi",
     "Answer",
     "BACKENDS",
+    "BatchNorm",
     "CROSS",
     "CacheSpec",
     "Causal",
@@ -77,6 +78,7 @@ __all__ = [
     "MLP",
     "MoE",
     "Model",
+    "NORMS",
     "Norm",
     "ORDERS",
     "Order",

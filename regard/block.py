@@ -13,7 +13,7 @@ from regard.attention import Attention, Context, CrossAttention
 from regard.cache import CacheSpec
 from regard.config import Choice, Count, Excludes, Fraction, Kinds, Whole, settings
 from regard.errors import UsageError
-from regard.layers import MLP, Add, Norm
+from regard.layers import MLP, Add, Norm, Norms
 from regard.mask import Causal, Full, Mask
 from regard.moe import MoE
 from regard.position import Relative
@@ -85,7 +85,7 @@ class Tower:
         | None
     ) = None
     memory_dim: Count | None = None  # width of what `cross` attends to; default: dim
-    norm: Norm = Norm()  # of each part
+    norm: Norms = Norm()  # of each part; "batch": BatchNorm
     # where it stands: pre, post, sandwich, inner, parallel
     order: Annotated[str, Choice(ORDERS)] = "pre"
     final_norm: bool = True  # one more at the end (pre)

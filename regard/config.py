@@ -264,9 +264,17 @@ def from_dict(cls: type[T], data: dict[str, Any], path: str = "config") -> T:
     if missing:
         needed = ", ".join(missing)
         raise UsageError(f"{path}.{missing[0]} is missing; {cls.__name__} needs {needed}")
-    values = {k: _read(hints[k], v, f"{path}.{k}") for k, v in data.items()}
-    _check(Part(cls, _defaults(cls) | values, path))  # type: ignore[arg-type]
+    defaults = _defaults(cls)  # type: ignore[arg-type]
+    given = {k: _kinded(v, defaults.get(k)) for k, v in data.items()}
+    values = {k: _read(hints[k], v, f"{path}.{k}") for k, v in given.items()}
+    _check(Part(cls, defaults | values, path))
     return cls(**values)
+
+
+def _kinded(value: Any, default: Any) -> Any:
+    """A table that does not say its kind is of the default one."""
+    kind = getattr(default, "kind", None)
+    return {"kind": kind, **value} if kind is not None and isinstance(value, dict) else value
 
 
 def _required(cls: Any) -> list[str]:
@@ -317,6 +325,8 @@ def _read_union(every: list[Any], value: Any, path: str) -> Any:
         return from_dict(classes[kind], value, path)
     if isinstance(value, str) and value in classes:
         cls = classes[value]
+        if not _required(cls):
+            return cls()
         names = [f"{n} = ..." for n in _required(classes[value])]
         made = f"{cls.__name__}({', '.join(names).replace(' = ', '=')})"
         table = ", ".join([f"kind = {value!r}", *names])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.config import Amount, Choice, Count, Fraction, Needs, Positive, settings
+from regard.config import Amount, Choice, Count, Fraction, Kinds, Needs, Positive, settings
 from regard.errors import Former, Renamed, UsageError, nearest
 from regard.kernels.c.train import gelu_tanh
 
@@ -33,6 +33,56 @@ class Norm:
         if self.rms:
             return RMSNorm(dim, self.eps, self.plus_one)
         return nn.LayerNorm(dim, self.eps, bias=self.biased)
+
+
+@settings
+class BatchNorm:
+    """BatchNorm (Ioffe and Szegedy 2015, arXiv:1502.03167): (x - mean) / sqrt(var + eps) * w + b, each feature over all
+    tokens of a batch, padding among them; in evaluation by running means of what training saw. In training a token
+    thus depends on later ones and on other texts: it is here to be compared with."""
+
+    eps: Amount = 1e-5  # inside the root
+    momentum: Fraction = 0.1  # the share of a batch in the running mean
+    kind: str = "batch"
+
+    def make(self, dim: int) -> nn.Module:
+        return TokenBatchNorm(dim, self.eps, self.momentum)
+
+
+class TokenBatchNorm(nn.Module):
+    """(b t m) -> (b t m), or any tokens (... m). The running mean and variance are weights that no gradient changes, so
+    that they are kept, cast and shared like the others."""
+
+    def __init__(self, dim: int, eps: float, momentum: float):
+        super().__init__()
+        self.eps, self.momentum = eps, momentum
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim))
+        self.mean = nn.Parameter(torch.zeros(dim), requires_grad=False)
+        self.var = nn.Parameter(torch.ones(dim), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.batch_norm(
+            x.flatten(0, -2),
+            self.mean,
+            self.var,
+            self.weight,
+            self.bias,
+            self.training,
+            self.momentum,
+            self.eps,
+        )
+        return y.view_as(x)
+
+
+class NormConfig(Protocol):
+    """What a tower asks of the config of a norm: a module of vectors of `dim` numbers, (... m) -> (... m)."""
+
+    def make(self, dim: int) -> nn.Module: ...
+
+
+NORMS: dict[str, type[NormConfig]] = {"norm": Norm, "batch": BatchNorm}
+Norms = Annotated[NormConfig, Kinds(NORMS)]
 
 
 def plus(x: Tensor, y: Tensor) -> Tensor:

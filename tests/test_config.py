@@ -112,7 +112,11 @@ def test_missing_key_is_named_with_all_that_are_needed() -> None:
         (Tower, {**to_dict(CONFIGS["decoder"].tower), "layers": True}, "layers must be int"),
         (Tower, {**to_dict(CONFIGS["decoder"].tower), "layers": False}, "layers must be int"),
         (Tower, {**to_dict(CONFIGS["decoder"].tower), "causal": 1}, "causal must be bool"),
-        (Tower, {**to_dict(CONFIGS["decoder"].tower), "norm": 3}, "norm must be a table"),
+        (
+            Tower,
+            {**to_dict(CONFIGS["decoder"].tower), "norm": 3},
+            "norm must be one of norm, batch",
+        ),
         (Norm, {"eps": "small"}, "eps must be float"),
         (GQA, {"heads": 4, "kv_heads": "2"}, "kv_heads must be int"),
         (GQA, [4], "must be a table of settings"),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from regard.attention.multihead import GroupedQueryAttention
 from regard.block import Stack
 from regard.config import Amount, settings
-from regard.layers import LabelHead, LMHead, RMSNorm
+from regard.layers import LabelHead, LMHead, RMSNorm, TokenBatchNorm
 from regard.models.embedding import PatchEmbedding, TokenEmbedding
 from regard.moe import MixtureOfExperts
 from regard.position import Learned, PositionVectors, RelativeBias
@@ -47,6 +47,14 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
             _matrix(part.weight, start)
         elif isinstance(part, (nn.LayerNorm, RMSNorm)):
             nn.init.constant_(part.weight, 0.0 if getattr(part, "plus_one", False) else 1.0)
+        elif isinstance(part, TokenBatchNorm):
+            for weight, value in (
+                (part.weight, 1.0),
+                (part.bias, 0.0),
+                (part.mean, 0.0),
+                (part.var, 1.0),
+            ):
+                nn.init.constant_(weight, value)
         elif isinstance(part, MixtureOfExperts):
             for weight in (part.gate, part.up, part.down):
                 _matrix(weight, start)

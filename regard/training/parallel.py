@@ -33,7 +33,7 @@ from regard.block import Block, Stack
 from regard.config import Choice, Count, divisors, settings
 from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError
-from regard.layers import FeedForward
+from regard.layers import FeedForward, TokenBatchNorm
 from regard.models.adapt import low_ranks
 from regard.training.checkpoint import SHARDS, TENSORS
 from regard.training.index_losses import sparse_layers
@@ -217,6 +217,7 @@ class DataParallel(SingleProcess):
             dist.destroy_process_group()
 
     def wrap(self, model: nn.Module, precision: str = "fp32") -> nn.Module:
+        check_norms(model)
         if not any(p.requires_grad for p in model.parameters()):
             return Inside(model)  # the optimiser says what is wrong
         # Some parameters get no gradient, for which DDP would wait: a pooler beside a head, an indexer.
@@ -290,6 +291,12 @@ def added(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 # --- every process has a part of the model ----------------------------------------------------------------------------
 
 
+def check_norms(model: nn.Module) -> None:
+    if any(isinstance(part, TokenBatchNorm) for part in model.modules()):
+        why = "BatchNorm is of a whole batch, of which each process has a part"
+        raise UsageError(f"{why}; train in one process, or with another norm")
+
+
 class ShardedDataParallel(DataParallel):
     """FSDP2: each parameter is cut along its first axis; blocks are put together when they are called."""
 
@@ -304,6 +311,7 @@ class ShardedDataParallel(DataParallel):
 
     def keep(self, model: nn.Module) -> None:
         """What the model was before it was cut, without its weights."""
+        check_norms(model)
         if low_ranks(model):
             raise UsageError("LoRA is not shared out; train it with train.parallel.mode = ddp")
         self.empty = copied(model, {n: p.detach().to("meta") for n, p in model.named_parameters()})
