@@ -21,7 +21,7 @@ from regard.decode.generate import tokenizer_of
 from regard.errors import UsageError
 from regard.evaluation.run import Shots
 from regard.labs.alignment import Error, Pair, best, parts
-from regard.labs.measure import Case, query_gradients, row_entropy
+from regard.labs.measure import Case, gradients, query_gradients, row_entropy
 from regard.labs.pretraining import verses
 from regard.labs.prompting import KINDS, TEMPLATE, naming, pairs, perfect, prompting
 from regard.labs.run import NAMES, cell, drawn, facts, merged, read, stages
@@ -44,6 +44,10 @@ TRIED = {
     "scale": (
         ["16 wide", "256 wide", "256 wide, without"],
         ["Loss", "Entropy of rows", "Gradient into W_Q", "Gradient into a query"],
+    ),
+    "depth": (
+        ["pre-norm, 4 layers", "pre-norm, 12 layers", "BatchNorm, 4 layers"],
+        ["Loss", "Gradients at the start"],
     ),
     "extrapolation": (["learned", "RoPE", "ALiBi"], ["Loss by length"]),
     "mechanisms": (
@@ -147,6 +151,15 @@ def test_lab_runs_in_its_tiny_form(name: str, tmp_path: Path) -> None:
         )
         assert entropies["without, at the start"] < entropies["with 1/sqrt(d), at the start"]
         assert gradients["without, at the start"] > 8 * gradients["with 1/sqrt(d), at the start"]
+    if name == "depth":
+        rows = [
+            f"{row}, {which} layer"
+            for row in ("pre-norm", "BatchNorm")
+            for which in ("first", "last")
+        ]
+        lengths = result.figures["Gradients at the start"]
+        assert list(lengths) == rows and list(lengths["pre-norm, last layer"]) == ["4", "12"]
+        assert all(v > 0 for cells in lengths.values() for (v,) in cells.values())
     if name == "ablations":
         heads = result.figures["Without one head"]
         assert list(heads) == ["layer 1"] and list(heads["layer 1"]) == ["1", "2"]
@@ -188,6 +201,18 @@ def test_heads_of_every_width_have_the_same_weights() -> None:
     assert len(found) == 6 and all(each == found[0] for each in found)
 
 
+def test_orders_of_a_depth_have_the_same_weights_to_learn() -> None:
+    lab, sizes = read("depth"), dict[int, set[int]]()
+    for variant in lab["variants"]:
+        config = configure(merged(stages(lab, variant)[0], {"data": {"train": "x"}}))
+        model = fresh(config, 50, "meta")
+        assert f"{model.config.tower.layers} layers" in variant
+        learned = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        sizes.setdefault(model.config.tower.layers, set()).add(learned)
+        assert (config.train.schedule.warmup > 0) == ("warm-up" in variant)
+    assert list(sizes) == [4, 12, 24] and all(len(found) == 1 for found in sizes.values())
+
+
 def small(**changes: Any) -> tuple[Any, Batch]:
     torch.manual_seed(0)
     sizes = {"vocab": 20, "layers": 2, "dim": 16, "heads": 2, "max_len": 8}
@@ -206,6 +231,16 @@ def test_entropy_of_rows_is_that_of_their_weights() -> None:
     for block in model.tower.blocks:
         torch.nn.init.zeros_(block.attention.wq.weight)
     assert row_entropy(model, batch) == pytest.approx(math.lgamma(9) / 8, rel=1e-6)
+
+
+def test_gradients_of_layers_are_those_of_their_weights() -> None:
+    model, batch = small()
+    loss = F.cross_entropy(model(batch.ids).flatten(0, 1), batch.labels.flatten())
+    for i, block in enumerate(model.tower.blocks, 1):
+        each = torch.autograd.grad(loss, list(block.parameters()), retain_graph=True)
+        want = sum(g.square().sum().item() for g in each) ** 0.5
+        model.zero_grad()
+        assert gradients(model, batch)[i] == pytest.approx(want)
 
 
 def test_gradient_of_queries_is_that_by_what_is_added_to_them() -> None:

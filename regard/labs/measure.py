@@ -186,6 +186,18 @@ def row_entropy(model: Any, batch: Batch) -> float:
     return mean(entropy(Read(a.flatten(0, 2), Pair((), ()))) for (a,) in probe.maps.values())
 
 
+def depth(case: Case) -> Figures:
+    """The loss, and the gradients of the first and the last layer before training, by how many layers there are."""
+    model = case.load()
+    layers, row = model.tower.config.layers, case.variant.rpartition(", ")[0]
+    # A BatchNorm that has read nothing yet has no mean to use in evaluation.
+    found = gradients(case.start(model).train(), case.batch(model))
+    lengths = {
+        f"{row}, {name} layer": {layers: found[i]} for name, i in (("first", 1), ("last", layers))
+    }
+    return {"Loss": {row: {layers: case.loss(case.best)}}, "Gradients at the start": lengths}
+
+
 def extrapolation(case: Case) -> Figures:
     """The loss in rows of 1, 2, ... times the trained length; with RoPE also scaled by as much, untrained."""
     trained, times = case.config.data.length or 1, case.settings["times"]
@@ -279,5 +291,5 @@ def indexer(case: Case) -> Figures:
 
 
 MEASURES = {
-    f.__name__: f for f in (bottleneck, ablations, scale, extrapolation, mechanisms, indexer)
+    f.__name__: f for f in (bottleneck, ablations, scale, depth, extrapolation, mechanisms, indexer)
 }

@@ -53,7 +53,7 @@ Tables = dict[str, Any]
 Rows = dict[str, dict[str, list[float]]]  # row -> column -> one value per seed
 HELD = 0.1  # of a user's text, its end, to measure on
 NAMES = (
-    *("bottleneck", "ablations", "scale", "extrapolation", "mechanisms", "indexer"),
+    *("bottleneck", "ablations", "scale", "depth", "extrapolation", "mechanisms", "indexer"),
     *("alignment", "pretraining", "prompting", "parallel"),
 )
 LARGER = (alignment, pretraining, prompting, parallel)
