@@ -117,8 +117,8 @@ def model_page() -> str:
         ' one part from another: `attention = { kind = "mla", heads = 8, latent = 64 }`. A plain name changes every'
         " place that has it (`layers`, `dim`, `heads`), a dotted one a single place (`tower.attention.window`).",
     ]
-    roots = [getattr(regard, n) for n in
-             ("TransformerConfig", "EncoderDecoderConfig", "RecurrentConfig", "Seq2SeqConfig")]  # fmt: skip
+    models = ("Transformer", "EncoderDecoder", "Recurrent", "Seq2Seq", "Painter")
+    roots = [getattr(regard, f"{name}Config") for name in models]
     for cls in within(*roots):
         word = next((f.default for f in dataclasses.fields(cls) if f.name == "kind"), None)
         parts += [f"## {cls.__name__}", prose(cls.__doc__), f'`kind = "{word}"`' if word else ""]

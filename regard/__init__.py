@@ -33,8 +33,8 @@ _HOME = {
     "regard.see.look": "look",
     "regard.see.probe": "Probe",
     "regard.mask": "Causal Documents Full Padding Prefix Span Visible Window",
-    "regard.models": "EncoderDecoderConfig Model Patches RecurrentConfig Seq2SeqConfig Tokens TransformerConfig",
-    "regard.models.painter": "Canvas PainterConfig",
+    "regard.models": "Canvas EncoderDecoderConfig Model PainterConfig Patches RecurrentConfig Seq2SeqConfig Tokens "
+    "TransformerConfig",
     "regard.moe": "MoE",
     "regard.position": "POSITIONS RELATIVE SCALINGS Alibi Learned Linear Llama3 Rope Sinusoidal T5Bias Yarn",
     "regard.fast.cpu": "prepare",

@@ -17,8 +17,10 @@ from regard.labs.run import lab
 from regard.layers import LM, MLM, MLP, NORMS, Answer, BatchNorm, Classify, Norm, Tag
 from regard.mask import Causal, Documents, Full, Padding, Prefix, Span, Visible, Window
 from regard.models import (
+    Canvas,
     EncoderDecoderConfig,
     Model,
+    PainterConfig,
     Patches,
     RecurrentConfig,
     Seq2SeqConfig,
@@ -55,6 +57,7 @@ __all__ = [
     "BatchNorm",
     "CROSS",
     "CacheSpec",
+    "Canvas",
     "Causal",
     "Classify",
     "Context",
@@ -86,6 +89,7 @@ __all__ = [
     "PRESETS",
     "Padding",
     "Paged",
+    "PainterConfig",
     "Patches",
     "Prefix",
     "Probe",

@@ -116,7 +116,8 @@ def test_model_without_attention_is_said(tmp_path: Path) -> None:
     checkpoint(folder, "gru-lm", "lm", **CELLS)
     assert look(read(folder)) == (
         [],
-        "No attention is shown: this model has no attention to look at.",
+        "No attention is shown: this model has no attention to look at: its layers are cells that remember, without "
+        "attention.",
     )
 
 

@@ -162,8 +162,8 @@ def test_words_are_compared_as_people_write_them() -> None:
 def tables() -> dict[str, list[tuple[str, ...]]]:
     """Every table of settings by the name of its class."""
     reference = builder().reference
-    models = ("TransformerConfig", "EncoderDecoderConfig", "RecurrentConfig", "Seq2SeqConfig")
-    roots = [reference.Config, *(getattr(regard, name) for name in models)]
+    models = ("Transformer", "EncoderDecoder", "Recurrent", "Seq2Seq", "Painter")
+    roots = [reference.Config, *(getattr(regard, f"{name}Config") for name in models)]
     classes = [*reference.within(*roots), reference.Recipe, reference.Settings]
     return {cls.__name__: reference.rows(cls, reference.linked) for cls in classes}
 

@@ -51,6 +51,7 @@ class Options:
     heads: cli.Switch = False
     # the column that --heads is sorted by, such as induction; layer: the model's own order; default: entropy
     sort: Annotated[str | None, arg(metavar="COLUMN")] = None
+
     machine: cli.Machine = cli.Machine()
 
 

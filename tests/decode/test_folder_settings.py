@@ -143,9 +143,9 @@ def test_settings_are_of_the_folder_and_of_who_calls(
 
 def test_what_is_asked_for_beside_beams_is_named() -> None:
     made = telling({"num_beams": 4})
-    found, noticed = settled(made, {}, 5, single="a stream")
+    found, noticed = settled(made, {}, 5, not_for_beams="a stream")
     assert found.beams == 1 and "as a stream does not go with beam search" in noticed
-    assert settled(made, {"beams": 2}, 5, single="a stream") == (Settings(beams=2), "")
+    assert settled(made, {"beams": 2}, 5, not_for_beams="a stream") == (Settings(beams=2), "")
 
 
 @pytest.mark.parametrize(
