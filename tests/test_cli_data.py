@@ -394,6 +394,7 @@ PEEKED = {
     "tag": ("bert-base", "tags.jsonl", ""),
     "answer": ("bert-base", "squad.json", ""),
     "image": ("vit-small", "x.npz", ""),
+    "segment": ("vit-small", "classes.npz", ""),
     "caption": ("captioner", "x.npz", ""),
     "draw": ("painter", "x.npz", ""),
     "dense_index": ("deepseek-v3.2", "text.txt", ""),
@@ -421,10 +422,15 @@ def test_peek_of_a_config_of_every_task(
     squad = {"data": [{"paragraphs": [{"context": "a cat sat", "qas": [asked]}]}]}
     (tmp_path / "squad.json").write_text(json.dumps(squad))
     np.savez(tmp_path / "x.npz", x=np.zeros((4, 8, 8), np.uint8), y=np.array(["a", "b"] * 2))
-    drawn = task in ("image", "caption", "draw")
+    np.savez(
+        tmp_path / "classes.npz",
+        x=np.zeros((4, 8, 8), np.uint8),
+        y=np.eye(2, dtype=int)[None].repeat(4, 0),
+    )
+    drawn = task in ("image", "segment", "caption", "draw")
     sizes = "size = 8\npatch = 4\nchannels = 1" if drawn else ""
     length = 'length = 16\npack = "stream"' if data == "text.txt" else ""
-    words = "" if task == "image" else '[tokenizer]\nkind = "chars"'
+    words = "" if task in ("image", "segment") else '[tokenizer]\nkind = "chars"'
     (tmp_path / "c.toml").write_text(
         f'task = "{task}"\n[model]\npreset = "{preset}"\n{sizes}\n[data]\n'
         f'train = "{data}"\nrows = 2\n{length}\n{more}\n{words}\n'

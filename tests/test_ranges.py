@@ -16,7 +16,7 @@ from regard.data.feed import Batching
 from regard.data.train_tokenizer import Recipe
 from regard.decode.settings import LIMITS, Settings
 from regard.errors import UsageError
-from regard.layers import Answer, Tag
+from regard.layers import Answer, BatchNorm, Tag
 from regard.models import CONFIGS
 from regard.models.adapt import LoRA
 from regard.position import Alibi, Linear, LongRope
@@ -27,7 +27,7 @@ MARKS = Marks(50, mask=3, sentinels=(7, 8))
 # what no preset has: one sound example of each
 MORE = [
     Alibi(4), Answer(), Linear(2.0), LongRope((1.0,), (2.0,), 8), Tag(2), LoRA(), Recipe("bpe"), Batching(rows=2),
-    Config("lm", Data("a.txt"), {"preset": "gpt2"}), MaskTokens(MARKS), Spans(MARKS), Infill(MARKS),
+    Config("lm", Data("a.txt"), {"preset": "gpt2"}), MaskTokens(MARKS), Spans(MARKS), Infill(MARKS), BatchNorm(),
 ]  # fmt: skip
 
 
