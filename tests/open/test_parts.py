@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import regard
-from regard.fast.cuda.table import why_not
+from regard.fast.cuda.residual import rms
+from regard.fast.cuda.table import decoder, why_not
+from regard.layers import RMSNorm
 from tests.wide import wide
 
 TINY: Any = {"vocab": 60, "layers": 1, "dim": 64, "heads": 4}
@@ -109,3 +111,12 @@ def test_replaced_part_is_computed_in_every_runner(name: str, path: str) -> None
 def test_models_as_they_are_have_a_graph() -> None:
     for name in PRESETS:
         assert served(built(name), "graph") == pytest.approx(best(built(name)), abs=1e-3)
+
+
+def test_kernels_take_our_rms_norms_and_no_stranger_s() -> None:
+    """Those of a graph's parts are of a class made of ours; a kernel that gets none for them does not norm."""
+    for name in ("llama", "deepseek-v3"):
+        norms = [m for m in decoder(built(name), False).modules() if isinstance(m, RMSNorm)]
+        assert norms and all(rms(norm) is not None for norm in norms)
+        norms[0].__class__ = other(RMSNorm)
+        assert rms(norms[0]) is None

@@ -13,14 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from regard.fast.specialise import row_of
 from regard.kernels.triton.linear import ACTIVATIONS, MOST, Rms, linear, reference
 from regard.kernels.triton.wide import add_norm, gated, product
 from regard.layers import Add, RMSNorm
 
 
 def rms(norm: nn.Module | None) -> Rms | None:
-    """An RMS norm as the kernels take it."""
-    return (norm.weight, norm.eps, float(norm.plus_one)) if type(norm) is RMSNorm else None
+    """An RMS norm as the kernels take it; a stranger's, which may compute something else, is none."""
+    if not isinstance(norm, RMSNorm) or row_of({RMSNorm: True}, type(norm)) is None:
+        return None
+    return norm.weight, norm.eps, float(norm.plus_one)
 
 
 @dataclass
