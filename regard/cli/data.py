@@ -271,10 +271,8 @@ class Peek:
             if self.coder is not None:
                 lines += self._table(row, self.coder, width)
             if self.task == "segment":
-                names, side = (
-                    [self.loaded.classes[k] for k in row["labels"]],
-                    isqrt(len(row["labels"])),
-                )
+                names = [self.loaded.classes[k] for k in row["labels"]]
+                side = isqrt(len(names))
                 lines += ["  " + " ".join(names[k : k + side]) for k in range(0, len(names), side)]
             if label := self._label(row):
                 lines.append(f"  label  {label}")

@@ -401,7 +401,7 @@ def feed_of(
 ) -> feeds.Base:
     """The feed over columns whose fingerprint is `name`."""
     more: dict[str, Any] = {"batching": batching, "held": held, "fingerprint": name}
-    if task in ("image", "segment"):
+    if not KINDS[task].texts:
         more |= {n: getattr(data, n) for n in ("shift", "flip", "paste")}
         return ImageFeed(columns["images"], columns["labels"], **more)
     assert coder is not None

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from regard.config import Seed, Whole, settings
-from regard.data.config import SETTINGS, Data, check_used, feed_of, shards_of, text_roles
+from regard.data.config import KINDS, SETTINGS, Data, check_used, feed_of, shards_of, text_roles
 from regard.data.corrupt import Corrupted, Marks, MaskTokens
 from regard.data.feed import IGNORE, Batch, Batching, Feed, TextFeed
 from regard.data.image_feed import ImageFeed
@@ -195,8 +195,8 @@ class Judge:
         with blaming(DATA):
             model = opening.loaded(model, place, dtype, packed=quantize != "none")
             self.task = task_of(model)
-            worded = self.task not in ("image", "segment")
-            self.tokenizer = needed(tokenizer_of(model)) if worded else None
+            texts = KINDS[TASKS[self.task].reads].texts
+            self.tokenizer = needed(tokenizer_of(model)) if texts else None
         self.coder = None if self.tokenizer is None else Coder(self.tokenizer)
         named = self.task in measuring.LABELLED and self.task != "answer"
         self.classes = class_names(model) if named else []

@@ -28,10 +28,8 @@ def verses(folder: Path, labels: Sequence[int], chapters: int, tests: int) -> No
         path.unlink()
     tables = {f"labelled-{n}.tsv": learned[: n + 1] for n in labels}
     rng, (head, *asked) = random.Random(0), held
-    read, asked = (
-        rng.sample(text, min(chapters, len(text))),
-        rng.sample(asked, min(tests, len(asked))),
-    )
+    read = rng.sample(text, min(chapters, len(text)))
+    asked = rng.sample(asked, min(tests, len(asked)))
     write(folder, {"train.txt": read, "labelled.tsv": [head, *asked], **tables})
 
 

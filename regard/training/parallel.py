@@ -292,9 +292,12 @@ def added(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 
 
 def check_norms(model: nn.Module) -> None:
+    """Refuse what gives a norm a part of the batch, or reads it twice."""
     if any(isinstance(part, TokenBatchNorm) for part in model.modules()):
-        why = "BatchNorm is of a whole batch, of which each process has a part"
-        raise UsageError(f"{why}; train in one process, or with another norm")
+        how = "train.micro_batches = 1 and train.activation_checkpointing = false"
+        raise UsageError(
+            f"BatchNorm is of a whole batch, read once; train in one process with {how}, or with another norm"
+        )
 
 
 class ShardedDataParallel(DataParallel):

@@ -35,7 +35,7 @@ from regard.training.checkpoint import Checkpoints
 from regard.training.measure import METRICS, better
 from regard.training.objectives import Tally, balanced, mixtures
 from regard.training.optim import Optim, Optimizer, Schedule, StepsOrShare, accumulate, clip
-from regard.training.parallel import Parallel, SingleProcess
+from regard.training.parallel import Parallel, SingleProcess, check_norms
 
 POLICIES = ("stop", "skip")
 SKIPS = 10  # steps one after the other that are left out at most: more are no bad luck
@@ -160,6 +160,8 @@ class Trainer:
     ):
         model = fast.masters(model)
         again = config.activation_checkpointing
+        if again or config.micro_batches > 1:
+            check_norms(model)
         model = fast.checkpointed(model, again) if again else model
         model = model if config.parallel.mode == "tensor" else fast.joined(model)
         self.model = fast.compiled(model) if config.compile else model

@@ -82,6 +82,21 @@ def test_batch_norm_is_not_shared_between_processes(team: type[DataParallel]) ->
         object.__new__(team).wrap(tiny(norm="batch"))
 
 
+@pytest.mark.parametrize("again", [{"micro_batches": 2}, {"activation_checkpointing": True}])
+def test_batch_norm_reads_a_whole_batch_once(again: dict[str, Any], tmp_path: Path) -> None:
+    """A part would have another mean, and a block that is computed again would count its batch twice."""
+    (tmp_path / "a.txt").write_text("a king, a queen and a frog. " * 40)
+    config = {
+        "task": "lm",
+        "model": {"preset": "gpt2", "layers": 1, "dim": 16, "heads": 2, "norm": "batch"},
+        "data": {"train": str(tmp_path / "a.txt"), "length": 16, "rows": 4, "pack": "stream"},
+        "tokenizer": {"kind": "chars"},
+        "train": {"steps": 1, "evaluate": 0, **again},
+    }
+    with pytest.raises(UsageError, match=f"{next(iter(again))} = .*another norm"):
+        regard.train(config, tmp_path / "run")
+
+
 def test_norm_is_chosen_by_a_word() -> None:
     sizes: dict[str, Any] = {"vocab": 20, "layers": 1, "dim": 16, "heads": 2}
     word, table = (
