@@ -40,7 +40,7 @@ class Options:
     memory: GiB = None  # GiB for all models together
     # GiB for the cache of each model; default: 1, on a GPU 0.9 of what is free
     cache_memory: GiB = None
-    rows: int = 64  # answers that are written together
+    rows: int | None = None  # answers that are written together (64; in a CUDA graph up to 256)
     queue: int = 256  # requests of a model that run and wait; more are told to come back
     queue_tokens: int = 1 << 21  # tokens of their prompts
     streams: int = 1024  # streams that are open at once

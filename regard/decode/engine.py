@@ -45,20 +45,23 @@ SHORT = "out of memory on {}: make the engine with fewer rows=, a smaller memory
 FAILED = "the model failed: {}"
 LOG = logging.getLogger("regard.decode")
 UNBOUND = 1 << 20  # tokens of a text in states alone, where the model names no length
+# Rows of a batch if it is not said how many; in a CUDA graph as many up to `MANY` as have room for `TYPICAL` tokens.
+ROWS, MANY, TYPICAL = 64, 256, 1024
 
 
 class Engine:
     """`submit` requests, then `step` until it is idle. Everything happens inside `step`; one thread owns an engine.
 
-    `rows` bounds the batch, `chunk` the tokens of a prefill step (16,384 in a CUDA graph, else 512). `pages` of `page`
-    tokens make the pool; or `memory`, in bytes or as a share of what is free, says how many (see `pages_in`). `runner`:
+    `rows` bounds the batch (64 if it is not said; in a CUDA graph up to 256, as many as have room for 1,024 tokens
+    each), `chunk` the tokens of a prefill step (16,384 in a CUDA graph, else 512). `pages` of `page` tokens make the
+    pool; or `memory`, in bytes or as a share of what is free, says how many (see `pages_in`). `runner`:
     auto takes a CUDA graph where the model is on a GPU and has one, torch never, graph always; `explain` says which it
     is and why. The model decodes in evaluation mode; after each step it is in the mode in which it was."""
 
     def __init__(
-        self, model: Model, *, runner: str = "auto", layout: str = "paged", rows: int = 64, chunk: int | None = None,
-        pages: int | None = None, page: int = 16, memory: float | None = None, prefix: bool = True,
-        backend: str = "sdpa", draft: Model | None = None, patience: float = math.inf
+        self, model: Model, *, runner: str = "auto", layout: str = "paged", rows: int | None = None,
+        chunk: int | None = None, pages: int | None = None, page: int = 16, memory: float | None = None,
+        prefix: bool = True, backend: str = "sdpa", draft: Model | None = None, patience: float = math.inf
     ):  # fmt: skip
         _check_options(
             {"layout": layout, "runner": runner},
@@ -82,7 +85,7 @@ class Engine:
         if why and runner == "graph":
             raise UsageError(f"this model has no CUDA graph: {why}; leave runner out")
         self.pool: Pool | None = None
-        steps = self._reserve(rows, layout == "paged", pages, page, memory, not why)
+        steps, rows = self._reserve(rows, layout == "paged", pages, page, memory, not why)
         # A state that takes nothing back is known at the end of a text alone, not at the end of a page.
         whole = bool(taken_back(self.specs)) and not model.reads_source
         prefix = prefix and whole and self.pool is not None
@@ -109,31 +112,35 @@ class Engine:
 
     def _reserve(
         self,
-        rows: int,
+        rows: int | None,
         paged: bool,
         pages: int | None,
         page: int,
         memory: float | None,
         graph: bool,
-    ) -> GraphSteps | None:
-        """The memory of all rows: the pool, and the steps of a graph where there is one."""
+    ) -> tuple[GraphSteps | None, int]:
+        """The memory of all rows: the pool, and the steps of a graph where there is one; and how many rows."""
         model, device, dtype = self.model, self.where["device"], self.where["dtype"]
         exact = pages is not None
+        # A state takes its room whether there is a text or not.
+        stateful = any(spec.state for spec in self.specs)
+        most = rows or (MANY if graph and not stateful else ROWS)
         if not any(spec.token for spec in self.specs):
             # States alone: a graph gives each row a page that holds nothing, others need none.
-            paged, page, pages = False, self.longest or UNBOUND, 2 * rows if graph else None
+            paged, page, pages = False, self.longest or UNBOUND, 2 * most if graph else None
         # Whether sources lie in pages too.
         self.sources = paged and model.reads_source and alike(model.source_specs(), self.specs)
         if paged and pages is None:
             far = (source_length(model) or 0) if self.sources else None
-            pages = pages_in(memory, device, self.specs, page, dtype, rows, self.longest, far)
+            pages = pages_in(memory, device, self.specs, page, dtype, most, self.longest, far)
         if graph and pages is not None:
+            rows = rows or (most if stateful else rows_in(pages * page))
             steps = steps_of(model, rows, pages, page, self.longest or pages * page, exact)
             self.pool = steps.pool
-            return steps
+            return steps, rows
         if paged and pages is not None:
             self.pool = Pool(self.specs, pages, page, **self.where)
-        return None
+        return None, most
 
     # --- what a user calls ---
 
@@ -320,6 +327,11 @@ class Engine:
 
     def _recorders(self) -> list[Recorder]:
         return [] if self.graph is None else self.graph.recorders()
+
+
+def rows_in(tokens: int) -> int:
+    """Rows of a graph over a pool of so many tokens: a power of two."""
+    return min(MANY, max(ROWS, 1 << (tokens // TYPICAL).bit_length() - 1))
 
 
 def source_pages(model: Model, page: int, request: Request) -> int:

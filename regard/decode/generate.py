@@ -14,7 +14,7 @@ from torch import Tensor
 
 from regard.decode.check import context_of
 from regard.decode.defaults import folder_settings, settings_of, special_of, tokenizer_of
-from regard.decode.engine import Engine
+from regard.decode.engine import MANY, ROWS, Engine
 from regard.decode.runners.steps import why_plain
 from regard.decode.settings import Event, Request, Result
 from regard.decode.sources import source_size
@@ -27,7 +27,6 @@ from regard.text.tokenizer import check_stop
 
 Prompt = str | Sequence[int] | Tensor
 PAGE = 16  # tokens, chosen for speed
-ROWS = 64
 # One answer of the most probable tokens, whatever a folder says of drawing and of beams.
 GREEDY: dict[str, Any] = {"temperature": 0.0, "beams": 1}
 LEAST = 2**28  # bytes of pages on a GPU, chosen for speed
@@ -59,9 +58,9 @@ def generate(
     settings: see regard.decode.settings.Settings. Those that are not given are as the model's folder says
     (generation_config.json, as transformers reads it); with `defaults="plain"` they are Settings' own, and only the
     folder's end tokens are taken. With n_best or samples above 1 a prompt's results follow each other.
-    `rows` bounds the batch (64 if not said; in a CUDA graph 64 prompts with all their beams); more prompts than fit are
-    served as rows become free. `layout`: paged or contiguous; if it is not said, paged where that is fastest (in a
-    CUDA graph, and for beams of a prepared model), and contiguous elsewhere. `invariant`: an answer has the same
+    `rows` bounds the batch (64 if not said; in a CUDA graph 256, or 64 prompts with all their beams); more prompts than
+    fit are served as rows become free. `layout`: paged or contiguous; if it is not said, paged where that is fastest
+    (in a CUDA graph, and for beams of a prepared model), and contiguous elsewhere. `invariant`: an answer has the same
     bits whatever the other prompts are (slower; see regard.fast.invariant). `draft_model`: a small model of the same
     vocabulary that guesses tokens ahead (`draft` of them, 4 if not said). `mask(sample, ids)` gives the tokens that may
     follow the ids of an answer, as a grammar does: see Request.
@@ -85,7 +84,8 @@ def engine_for(
     together."""
     s, weight = requests[0].settings, next(model.parameters())
     plain = s.lookup > 0 or layout == "contiguous" or why_plain(model, draft=draft)
-    rows = min(rows or (ROWS if plain else ROWS * s.beams), len(requests) * s.rows)
+    most = ROWS if plain else MANY if s.beams == 1 else ROWS * s.beams
+    rows = min(rows or most, len(requests) * s.rows)
     # C code reads the tokens of beams where they lie; torch's own attention would copy pages into rows for every token,
     # and samples were a little faster in rows.
     native = s.beams > 1 and any(isinstance(part, NativeAttention) for part in model.modules())

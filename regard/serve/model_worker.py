@@ -66,7 +66,7 @@ class Options:
     device: str = "auto"
     dtype: str = "auto"
     quantize: str = "none"
-    rows: int = 64  # answers that are written together
+    rows: int | None = None  # answers that are written together (64; in a CUDA graph up to 256)
     cache_memory: float | None = None  # bytes of the cache, or a share of what is free
     invariant: bool = False  # answers do not depend, to the bit, on what else runs
 

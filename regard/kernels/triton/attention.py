@@ -413,12 +413,18 @@ def decode(
     parts, width = qkv if qkv.dim() == 3 else qkv[None], triton.next_power_of_2(d)
     tiles = {**TILES, **FULL} if b * g >= PROGRAMS else TILES
     tile, warps, stages = tiles.get(width, (64, 4, 3))
-    n = splits or splits_for(b * g, bound or row * max(page, 1), tile)
-    out, part, stat = rooms(v, b, heads, n, d)
-    plain = all(x is None for x in (norms, window, softcap, sinks, bias)) and new and not paired
-    if plain and n == 1 and table is not None and dense.suits(heads, k, angles):
-        dense.attend(qkv, k, v, pos, table, out, scale, angles or (qkv, qkv))
+    length = bound or row * max(page, 1)
+    plain = all(x is None for x in (window, softcap, sinks, bias)) and new and not (paired or whole)
+    if plain and splits is None and table is not None and dense.suits(heads, k, angles):
+        n = dense.splits_for(b * g, length)
+        out, part, stat = to = rooms(v, b, heads, n, d)
+        turns = angles or (qkv, qkv)
+        dense.attend(qkv, k, v, pos, table, to, scale, turns, norms, n, length)
+        if n > 1:
+            merge(part, stat, out)
         return out
+    n = splits or splits_for(b * g, length, tile)
+    out, part, stat = rooms(v, b, heads, n, d)
     (cos, sin), (pdl, extra) = (qkv, qkv) if angles is None else angles, launch(qkv)
     _split[(b, g, n)](
         qkv,

@@ -35,7 +35,7 @@ from regard.kernels.triton.measured import Form, fastest
 if triton is not None:
     import triton.language as tl
 
-HIGHEST = 64  # rows above which torch's matrix product takes over
+HIGHEST = 64  # rows above which torch's matrix product takes over; on Hopper, see dense.py
 
 
 # --- residual + norm ----------------------------------------------------------------------------------------------
@@ -287,16 +287,21 @@ def chosen(
 ) -> Tensor:
     """x by w as `plain` has it, or where it `may` be by `parts`, of Hopper its own: whichever is faster here. `act` is
     that of a gate."""
-    fits = len(x) <= HIGHEST and w.shape[1] % 16 == 0 and x.dtype == w.dtype and SWITCH["wide"]
-    if not (may and fits and ready(x) and x.is_contiguous() and w.is_contiguous()):
+    fits = len(x) <= dense.HIGHEST and w.shape[1] % 16 == 0 and x.dtype == w.dtype
+    fits = fits and x.is_contiguous() and w.is_contiguous() and SWITCH["wide"]
+    if not (may and fits and ready(x)):
         return plain(w)
     more: Any = {"act": act or "", "gated": act is not None}
-    forms: dict[str, Form] = {"ours": partial(parts, x, split=split, **more), "torch": plain}
+    forms: dict[str, Form] = {"torch": plain}
+    if len(x) <= HIGHEST:
+        forms = {"ours": partial(parts, x, split=split, **more), **forms}
     fits = act in (None, "silu") and x.data_ptr() % 16 == w.data_ptr() % 16 == 0
     if fits and dense.hopper(x):
         count = blocks_for(w.shape[1], len(w) // (1 + more["gated"]), split, more["gated"])[2]
         forms = {"hopper": partial(dense.parts, x, count=count, gated=more["gated"]), **forms}
-    key = f"rows {tuple(x.shape)} {len(w)} {split} {act} {x.dtype}"
+    # Numbers of rows up to a power of two are one: what is measured once serves all of them.
+    rows = triton.next_power_of_2(len(x))
+    key = f"rows {(rows, x.shape[1])} {len(w)} {split} {act} {x.dtype}"
     name = fastest(key, w, forms)
     y = forms[name](w)
     return y if split or name == "torch" else y[0]
