@@ -67,3 +67,4 @@ def test_a_figure_that_rounds_worse_than_transformers_is_not_valid(
     assert public.Gate(100, 0.0110, 0.05, 0.0100, 0.05).valid
     assert "NOT VALID" in str(public.Gate(100, 0.0112, 0.05, 0.0100, 0.05))
     assert not public.Gate(100, 0.0100, 0.08, 0.0100, 0.05).valid
+    assert not public.Gate(100, 0.5, 2.0, 0.5, 2.0).valid
