@@ -26,6 +26,7 @@ from regard.decode.sampling import (
     best_n,
     choose,
     scored,
+    used_by,
 )
 from regard.decode.sequence import SLICE, Memory, Sequence
 from regard.decode.settings import MOST_TOPS, Request, Settings
@@ -50,8 +51,8 @@ from regard.models.base import Model, border
 Copies = tuple[list[Tensor], torch.cuda.Event | None]
 SLOTS = 64  # at least, on a GPU: rows that are not used cost nothing
 SHORTEST = 256  # the smallest bucket of lengths
-# What most choices depend on.
-USUAL: tuple[frozenset[str], ...] = (frozenset(), frozenset({"temperature"}))
+# What most answers are asked for with.
+USUAL = (Settings(), Settings(temperature=1.0))
 
 
 class GraphSteps:
@@ -289,14 +290,19 @@ class GraphSteps:
         """From now on graphs wait for `warm`. Those of every number of rows are wanted: the largest first, which can do
         the work of the others."""
         self.recorder.puts_off = True
+        least = ((width, self.bucket(1)) for width in widths(self.rows)[::-1])
+        self.want([(self.rows, self.length), *least], USUAL)
+
+    @torch.inference_mode()
+    def want(self, shapes: abc.Sequence[tuple[int, int]], kinds: abc.Sequence[Settings]) -> None:
+        """Have `warm` record the steps of so many rows, of which the longest has so many tokens."""
         far = 0 if self.sources is None else next_power_of_two(self.sources.pages.length)
-        widths = [1 << i for i in range(self.rows.bit_length()) if 1 << i <= self.rows]
-        shapes = [(self.rows, self.length), *((width, self.bucket(1)) for width in widths[::-1])]
-        # What a choice depends on has its place when a row first has it.
-        self.columns.put([0], [Sequence(Request([0], Settings(temperature=1.0)), 0)])
-        for used in USUAL:
-            for width, bound in dict.fromkeys(shapes):
-                self.recorder.want(("step", width, bound, far, used), self._step, self.changed)
+        for s in kinds:
+            # What a choice depends on has its place when a row first has it.
+            self.columns.put([0], [Sequence(Request([0], s), 0)])
+            for shape in dict.fromkeys(shapes):
+                key = ("step", *shape, far, used_by(s, 1, 1))
+                self.recorder.want(key, self._step, self.changed)
 
     def to_host(self, each: abc.Sequence[Tensor]) -> list[Tensor]:
         """Copies on their way, as they are when all that was launched before is done."""
@@ -330,6 +336,11 @@ class GraphSteps:
         self.pages.table.fill_(self.pool.scratch)
         self.state.live.zero_()
         self.state.pos.zero_()
+
+
+def widths(rows: int) -> list[int]:
+    """The numbers of rows that steps have, where there may be so many."""
+    return [1 << i for i in range((rows - 1).bit_length() + 1)]
 
 
 _kept: weakref.WeakKeyDictionary[Model, GraphSteps] = weakref.WeakKeyDictionary()
