@@ -25,7 +25,9 @@ def test_it_says_what_it_did_on_a_cpu(
     out = capsys.readouterr().out.splitlines()
     assert len(out) == 3 and "C code" in out[0]
     assert re.fullmatch(r"no graph: it was prepared in \w+ for a CPU", out[1])
-    assert re.fullmatch(r"an answer after [\d.]+ s, the next after [\d.]+ s; [\d.]+ s in all", out[2])
+    assert re.fullmatch(
+        r"an answer after [\d.]+ s, the next after [\d.]+ s; [\d.]+ s in all", out[2]
+    )
 
 
 def test_it_says_what_it_did_on_a_gpu(
@@ -40,7 +42,9 @@ def test_it_says_what_it_did_on_a_gpu(
     assert main(["warm", folder(tmp_path, "gpt2"), "--rows", "8", "--length", "4096"]) == 0
     out = capsys.readouterr().out
     assert asked == [(8, 4096)]
-    assert "1 to 8 rows, texts of up to 4,096 tokens: 412 kernels compiled, 63 forms measured" in out
+    assert (
+        "1 to 8 rows, texts of up to 4,096 tokens: 412 kernels compiled, 63 forms measured" in out
+    )
     assert "108 graphs can be recorded" in out and "41.5 s in all" in out
 
 
