@@ -41,6 +41,7 @@ from regard.fast.cuda.prompts import (
     sizes_of,
 )
 from regard.fast.cuda.record import Recorder, send
+from regard.kernels.triton import ahead
 from regard.kernels.triton.linear import MOST
 from regard.kernels.triton.sample import State as DeviceState
 from regard.kernels.triton.sample import advance, best, greedy_advance
@@ -64,6 +65,9 @@ class GraphSteps:
     ):  # fmt: skip
         weight: Tensor = getattr(model, model.words).weight
         self.device, self.rows, self.look, self.kernels = weight.device, rows, look, kernels
+        if weight.is_cuda:
+            # Beside the joining of weights, where no load has begun it.
+            ahead.begin()
         self.graph, self.vocab = weight.is_cuda, len(weight)
         self.fast, self.pool, self.places = fast or decoder(model, kernels), pool, rows
         self.searches: dict[Shape, Any] = {}  # for beams, by their shape: see beams.py
@@ -108,6 +112,8 @@ class GraphSteps:
         self.recorder = Recorder(self.graph, [self.state.live])
         # Where a round's log is copied to the host, while the next one begins.
         self.aside = torch.cuda.Stream(self.device) if self.graph else None
+        if weight.is_cuda:
+            ahead.begin().join()
         self.marks: list[tuple[int, int]] = []
         self.owner: Callable[[], object] = lambda: None  # a weak reference to who has it
         # Of tokens that were fed before the next choice: logits (rows V).
