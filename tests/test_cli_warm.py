@@ -37,7 +37,7 @@ def test_it_says_what_it_did_on_a_gpu(
     done = Warmed(412, 63, 108, rows=8, length=4096, first=1.2, again=0.01, seconds=41.5)
     monkeypatch.setattr("regard.decode.runners.steps.why_plain", lambda model: "")
     monkeypatch.setattr(
-        "regard.decode.warm.warm", lambda model, *given: asked.append(given[:2]) or done
+        "regard.decode.warm.warm", lambda model, *given, tell: asked.append(given) or done
     )
     assert main(["warm", folder(tmp_path, "gpt2"), "--rows", "8", "--length", "4096"]) == 0
     out = capsys.readouterr().out

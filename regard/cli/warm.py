@@ -34,7 +34,7 @@ def run(options: Options) -> int:
     if not model.decodes:
         print("this model writes no text: nothing of it is compiled")
         return 0
-    done = warm(model, options.rows, options.length, renew)
+    done = warm(model, options.rows, options.length, tell=renew)
     renew("")
     if why := why_plain(model):
         print(f"no graph: {why}")

@@ -48,13 +48,16 @@ def warm(
     model: Model,
     rows: int | None = None,
     length: int | None = None,
+    memory: float | None = None,
     tell: Callable[[str], Any] = lambda text: None,
 ) -> Warmed:
-    """Compile, measure and record what an engine of so many rows (as many as it takes by itself) meets with texts of so
-    many tokens. `tell` hears how far it is."""
+    """Compile, measure and record what engines of so many rows (as many as one takes by itself) meet with texts of so
+    many tokens (the model's context, up to 32,768). In this process nobody waits for that any more: as long as the
+    model lives its graphs stay, in a cache of `memory`, as an Engine takes it. The next process finds what was compiled
+    and measured on disk. `tell` hears how far it is."""
     start, before = time.perf_counter(), (compiled(), known())
     more: dict[str, Any] = {} if rows is None else {"rows": rows}
-    engine = Engine(model, **more)
+    engine = Engine(model, memory=memory, **more)
     rows, most = engine.scheduler.rows, min(length or LONGEST, engine.longest or LONGEST)
     first, again = (_answered(engine, _requests(model, [8])) for _ in range(2))
     if engine.graph is not None:
