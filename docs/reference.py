@@ -25,7 +25,7 @@ HOMES = {
     "Models: build, load, save": (
         "regard.checkpoint", "regard.checkpoint.families", "regard.presets", "regard.models", "regard.fast.cpu",
     ),
-    "Write text": ("regard.decode.generate", "regard.decode.settings", "regard.decode.engine"),
+    "Write text": ("regard.decode.generate", "regard.decode.settings", "regard.decode.engine", "regard.decode.warm"),
     "Train and measure": (
         "regard.training.run", "regard.training.finetune", "regard.training.trainer", "regard.evaluation.run",
         "regard.evaluation.model",

@@ -42,6 +42,7 @@ _HOME = {
     "regard.decode.engine": "Engine",
     "regard.presets": "PRESETS build",
     "regard.decode.generate": "generate stream translate",
+    "regard.decode.warm": "warm",
     "regard.training.finetune": "finetune",
     "regard.evaluation.run": "evaluate",
     "regard.training.run": "RunConfig train",

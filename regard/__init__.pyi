@@ -9,6 +9,7 @@ from regard.checkpoint.families import FAMILIES
 from regard.decode.engine import Engine
 from regard.decode.generate import generate, stream, translate
 from regard.decode.settings import Request, Result, Settings
+from regard.decode.warm import warm
 from regard.errors import UsageError
 from regard.evaluation.model import answer, classify, embed, fill
 from regard.evaluation.run import evaluate
@@ -133,4 +134,5 @@ __all__ = [
     "stream",
     "train",
     "translate",
+    "warm",
 ]

@@ -77,6 +77,13 @@ def test_building_does_not_import_the_compiler() -> None:
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a cuda device")
+def test_a_cpu_imports_no_kernels_for_gpus() -> None:
+    """triton takes longer to import than all of ours."""
+    script = "import sys, regard.decode.generate; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
 # --- model.summary() ----------------------------------------------------------------------------------------------
 
 

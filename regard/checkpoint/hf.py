@@ -30,6 +30,7 @@ from regard.config import from_dict, to_dict
 from regard.errors import UsageError, nearest, notice
 from regard.files import TOKENIZER_FILES, model_folder, read_files, read_json
 from regard.kernels.linear import is_fast
+from regard.kernels.triton import ahead
 from regard.models import CONFIGS, Model
 from regard.models.adapt import low_ranks, plain_shapes
 from regard.models.init import Start
@@ -75,6 +76,8 @@ def load(
     folder = model_folder(path)
     place = torch.get_default_device() if device is None else torch.device(device)
     device = None if place.type == "cpu" else place
+    if place.type == "cuda":
+        ahead.begin()
     theirs = read_json(folder / "config.json")
     model = read(theirs, store.weights(folder, mapped and device is None), device, dtype)
     model.origin.files = read_files(folder, CARRIED_FILES)

@@ -21,6 +21,7 @@ COMMANDS = {
     "translate": "translate lines with an encoder-decoder; --align shows which words belong together",
     "chat": "a conversation, turn by turn",
     "serve": "an OpenAI-compatible server over models on this machine",
+    "warm": "compile and measure, once, what the first requests would wait for",
     "train": "train a model from a TOML file; stopped any way, it goes on to the same bits",
     "finetune": "tune a model on a file, without a config: all of it, or LoRA, or LoRA on 4 bits",
     "eval": "measure a model on data: loss, BLEU, chrF, accuracy, F1",

@@ -7,6 +7,7 @@ import torch
 
 from regard.decode.engine import Engine
 from regard.decode.settings import Request, Settings
+from regard.decode.warm import warm
 from regard.fast.cuda.record import Recorder
 from regard.kernels.triton import measured
 from tests.gpu.test_graphs import build
@@ -66,3 +67,25 @@ def test_nothing_is_measured_or_recorded_in_front_of_a_request(
     # The first forms and the fastest add up in another order; most tokens are the same.
     pairs = [(a, b) for x, y in zip(cold, warm) for p, q in zip(x, y) for a, b in zip(p, q)]
     assert sum(a == b for a, b in pairs) > 0.5 * len(pairs)
+
+
+def test_a_warmed_model_records_no_step_in_front_of_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys, record = list[Any](), Recorder.record
+
+    def noted(self: Recorder, key: Any, call: Any) -> None:
+        keys.append(key)
+        record(self, key, call)
+
+    model = build("gqa", torch.bfloat16)
+    done = warm(model, rows=16, memory=2**28)
+    assert done.graphs > 0 and done.length == 512
+    monkeypatch.setattr(Recorder, "record", noted)
+    engine = Engine(model, rows=16, memory=2**28)
+    for rows in (1, 5, 16):
+        said(engine, rows)
+        said(engine, rows, temperature=1.0)
+    assert not [key for key in keys if key[0] == "step"]
+    # A second time nothing is left to compile or to measure.
+    assert warm(model, rows=16, memory=2**28)[:2] == (0, 0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from regard.kernels.c import native
-from regard.kernels.triton import linear as gpu_linear
+from tests.kernels import told
 from tests.kernels.told import lines
 
 
@@ -22,7 +22,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "why", lambda: "")
     monkeypatch.setattr(native, "forms", lambda: ["avx512", "avx2", "sse"])
     monkeypatch.setattr(native, "form", lambda: "avx512")
-    monkeypatch.setattr(gpu_linear, "triton", None)
+    monkeypatch.setattr(told, "find_spec", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 

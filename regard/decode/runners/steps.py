@@ -26,6 +26,7 @@ from regard.decode.sampling import (
     best_n,
     choose,
     scored,
+    used_by,
 )
 from regard.decode.sequence import SLICE, Memory, Sequence
 from regard.decode.settings import MOST_TOPS, Request, Settings
@@ -40,6 +41,7 @@ from regard.fast.cuda.prompts import (
     sizes_of,
 )
 from regard.fast.cuda.record import Recorder, send
+from regard.kernels.triton import ahead
 from regard.kernels.triton.sample import State as DeviceState
 from regard.kernels.triton.sample import advance, best, greedy_advance
 from regard.mask import Causal, Full, Span
@@ -49,8 +51,8 @@ from regard.models.base import Model, border
 Copies = tuple[list[Tensor], torch.cuda.Event | None]
 SLOTS = 64  # at least, on a GPU: rows that are not used cost nothing
 SHORTEST = 256  # the smallest bucket of lengths
-# What most choices depend on.
-USUAL: tuple[frozenset[str], ...] = (frozenset(), frozenset({"temperature"}))
+# What most answers are asked for with.
+USUAL = (Settings(), Settings(temperature=1.0))
 
 
 class GraphSteps:
@@ -62,6 +64,9 @@ class GraphSteps:
     ):  # fmt: skip
         weight: Tensor = getattr(model, model.words).weight
         self.device, self.rows, self.look, self.kernels = weight.device, rows, look, kernels
+        if weight.is_cuda:
+            # Beside the joining of weights, where no load has begun it.
+            ahead.begin()
         self.graph, self.vocab = weight.is_cuda, len(weight)
         self.fast, self.pool, self.places = fast or decoder(model, kernels), pool, rows
         self.searches: dict[Shape, Any] = {}  # for beams, by their shape: see beams.py
@@ -106,6 +111,8 @@ class GraphSteps:
         self.recorder = Recorder(self.graph, [self.state.live])
         # Where a round's log is copied to the host, while the next one begins.
         self.aside = torch.cuda.Stream(self.device) if self.graph else None
+        if weight.is_cuda:
+            ahead.begin().join()
         self.marks: list[tuple[int, int]] = []
         self.owner: Callable[[], object] = lambda: None  # a weak reference to who has it
         # Of tokens that were fed before the next choice: logits (rows V).
@@ -290,14 +297,19 @@ class GraphSteps:
         """From now on graphs wait for `warm`. Those of every number of rows are wanted: the largest first, which can do
         the work of the others."""
         self.recorder.puts_off = True
+        least = ((width, self.bucket(1)) for width in widths(self.rows)[::-1])
+        self.want([(self.rows, self.length), *least], USUAL)
+
+    @torch.inference_mode()
+    def want(self, shapes: abc.Sequence[tuple[int, int]], kinds: abc.Sequence[Settings]) -> None:
+        """Have `warm` record the steps of so many rows, of which the longest has so many tokens."""
         far = 0 if self.sources is None else next_power_of_two(self.sources.pages.length)
-        widths = [1 << i for i in range(self.rows.bit_length()) if 1 << i <= self.rows]
-        shapes = [(self.rows, self.length), *((width, self.bucket(1)) for width in widths[::-1])]
-        # What a choice depends on has its place when a row first has it.
-        self.columns.put([0], [Sequence(Request([0], Settings(temperature=1.0)), 0)])
-        for used in USUAL:
-            for width, bound in dict.fromkeys(shapes):
-                self.recorder.want(("step", width, bound, far, used), self._step, self.changed)
+        for s in kinds:
+            # What a choice depends on has its place when a row first has it.
+            self.columns.put([0], [Sequence(Request([0], s), 0)])
+            for shape in dict.fromkeys(shapes):
+                key = ("step", *shape, far, used_by(s, 1, 1))
+                self.recorder.want(key, self._step, self.changed)
 
     def to_host(self, each: abc.Sequence[Tensor]) -> list[Tensor]:
         """Copies on their way, as they are when all that was launched before is done."""
@@ -331,6 +343,11 @@ class GraphSteps:
         self.pages.table.fill_(self.pool.scratch)
         self.state.live.zero_()
         self.state.pos.zero_()
+
+
+def widths(rows: int) -> list[int]:
+    """The numbers of rows that steps have, where there may be so many."""
+    return [1 << i for i in range((rows - 1).bit_length() + 1)]
 
 
 _kept: weakref.WeakKeyDictionary[Model, GraphSteps] = weakref.WeakKeyDictionary()

@@ -11,8 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from regard.kernels.triton.linear import triton
+
 try:
-    import triton
+    if triton is None:
+        raise ImportError
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.hopper import (

@@ -11,6 +11,7 @@ x is read once and no kernel is spent on the norm.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,9 @@ from torch import Tensor
 from regard.kernels.triton.measured import fastest
 
 try:
+    # Half a second of imports, for nothing where there is no GPU and nobody interprets kernels.
+    if not torch.cuda.device_count() and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ImportError
     import triton
     import triton.language as tl
 except ImportError:  # the plain forms need none
