@@ -84,7 +84,9 @@ def engine_for(
     """An engine for just these requests: in a CUDA graph if they and the model can be, with pages for all that run
     together."""
     s, weight = requests[0].settings, next(model.parameters())
-    plain = s.lookup > 0 or layout == "contiguous" or why_plain(model, draft=draft)
+    # A state takes no guess back in a graph.
+    still = s.lookup > 0 and any(spec.state for spec in model.cache_specs())
+    plain = still or layout == "contiguous" or why_plain(model, draft=draft)
     rows = min(rows or (ROWS if plain else ROWS * s.beams), len(requests) * s.rows)
     # C code reads the tokens of beams where they lie; torch's own attention would copy pages into rows for every token,
     # and samples were a little faster in rows.

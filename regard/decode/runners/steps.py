@@ -110,7 +110,9 @@ class GraphSteps:
         self.marks: list[tuple[int, int]] = []
         self.owner: Callable[[], object] = lambda: None  # a weak reference to who has it
         # Of tokens that were fed before the next choice: logits (rows V).
-        self.fed: Tensor | None = None
+        self.early: Tensor | None = None
+        self.draft: GraphSteps | None = None  # of a model that guesses ahead, in the same pages
+        self.guesses: Any = None  # see guesses.py
 
     # --- what a graph holds ---
 
@@ -126,15 +128,26 @@ class GraphSteps:
         return getattr(fast, fast.writer)(x, ctx, cross, caches=(pages, memory))
 
     def logits(self, width: int, bound: int, far: int) -> Tensor:
-        """Feed the token of the first `width` rows; (width V). No row that counts is longer than `bound`, no source
-        than `far`."""
+        """Feed the token of the first `width` rows; (width V)."""
+        return self.fast.logits(self.fed(width, bound, far))
+
+    def fed(self, width: int, bound: int, far: int) -> Normed:
+        """What the last block gives for the token of the first `width` rows. No row that counts is longer than `bound`,
+        no source than `far`."""
         s, rows = self.state, slice(0, width)
         mine: Any = {"table": self.pages.table[rows], "pos": s.pos[rows], "live": s.live[rows]}
         pages = replace(self.pages, bound=bound, **mine)
         # A beam that nothing is left for may have a token that the vocabulary does not.
         ids, pos = s.ids[rows].clamp(0, self.vocab - 1)[:, None], s.pos[rows, None]
         many, memory = self.kernels and width > MOST, self.sources_of(rows, far)
-        return self.fast.logits(self.hidden(ids, pos, pages, many, memory))
+        return self.hidden(ids, pos, pages, many, memory)
+
+    def read_pack(self, pack: Pack, many: bool = True) -> Normed:
+        """What the last block gives for the tokens of a pack, which are put into their pages."""
+        pages = replace(self.pages, stores=self.pool.stores, pack=pack)
+        # Every token is a row that sees the source of its prompt.
+        memory = self.sources_of(pack.slot_ids[pack.row], pack.sizes.source)
+        return self.hidden(pack.ids[None], pack.pos[None], pages, many, memory)
 
     def sources_of(self, rows: slice | Tensor, far: int) -> Pages | None:
         """What some rows see of their sources, none longer than `far`."""
@@ -177,16 +190,13 @@ class GraphSteps:
     ) -> list[Tensor]:
         """Prompts into their pages; those that are through begin to write. `wanted`: places of the pack, and tokens
         that follow there, whose log probabilities (and the best ones, and theirs) are given."""
-        pages = replace(self.pages, stores=self.pool.stores, pack=pack)
-        # Every token is a row that sees the source of its prompt.
-        memory = self.sources_of(pack.slot_ids[pack.row], pack.sizes.source)
-        hidden = self.hidden(pack.ids[None], pack.pos[None], pages, True, memory)
+        hidden = self.read_pack(pack)
         found = []
         for first in range(0, len(wanted), SLICE):
             at, tokens = send(list(wanted[first : first + SLICE]), self.device).T
             found.append(scored(self.fast.logits(hidden.take(at)), tokens))
         if pack.sizes.ends:
-            pages.part()
+            self.pages.part(pack)
             self._begin(pack, hidden, used)
         return [torch.cat(x) for x in zip(*found, strict=True)]
 
@@ -238,9 +248,9 @@ class GraphSteps:
 
         def call(key: Any) -> None:
             logits = self.logits(*key[1:])
-            if self.fed is None:
-                self.fed = logits.new_empty(self.rows, logits.shape[1])
-            self.fed[: len(logits)] = logits
+            if self.early is None:
+                self.early = logits.new_empty(self.rows, logits.shape[1])
+            self.early[: len(logits)] = logits
 
         self.recorder.play(("feed", width, bound, far), call, self.changed)
 
@@ -249,36 +259,42 @@ class GraphSteps:
         first and what they chose then, with its log probability (steps + 1, rows), on its way to the host; and what
         tells that it has arrived."""
         s = self.state
-        if self.aside is not None:
-            torch.cuda.current_stream().wait_stream(self.aside)
+        logs = [s.log, s.logp, *(self.tops if TOPS in used else ())]
+        self.wait_for_copies()
 
         def say(_: Any) -> None:
-            assert self.fed is not None
-            self._open(used)
-            self.say(self.fed[:width], used)
+            assert self.early is not None
+            self.open(logs)
+            self.say(self.early[:width], used)
 
         if steps and self.feeds_early(used):
             self.recorder.play(("say", width, used), say, self.changed)
         else:
-            self._open(used)
+            self.open(logs)
             for _ in range(steps):
                 self.recorder.play(("step", width, bound, far, used), self._step, self.changed)
-        logs = [s.log, s.logp, *(self.tops if TOPS in used else ())]
+        return self.send_logs(logs, steps + 1)
+
+    def wait_for_copies(self) -> None:
+        """Until the log of the round before has been copied, nothing new is written to it."""
+        if self.aside is not None:
+            torch.cuda.current_stream().wait_stream(self.aside)
+
+    def open(self, logs: abc.Sequence[Tensor]) -> None:
+        """Begin the logs of a round with what is fed first."""
+        s = self.state
+        for log, first in zip(logs, (s.ids, self.first, *self.first_tops), strict=False):
+            log[0].copy_(first)
+        s.tick.fill_(1)
+
+    def send_logs(self, logs: abc.Sequence[Tensor], lines: int) -> Copies:
+        """The first lines of logs on their way to the host, beside what the device does next; and what tells that they
+        have arrived."""
         if self.aside is not None:
             self.aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.aside):
             # Whole lines lie end to end, so nothing is gathered first.
-            return self.to_host([x[: steps + 1] for x in logs]), self.arrival()
-
-    def _open(self, used: frozenset[str]) -> None:
-        """Begin the log of a round with what is fed first."""
-        s = self.state
-        s.log[0].copy_(s.ids)
-        s.logp[0].copy_(self.first)
-        if TOPS in used:
-            for table, first in zip(self.tops, self.first_tops, strict=True):
-                table[0].copy_(first)
-        s.tick.fill_(1)
+            return self.to_host([x[:lines] for x in logs]), self.arrival()
 
     def changed(self) -> list[Tensor]:
         """What a step changes."""
@@ -309,7 +325,9 @@ class GraphSteps:
 
     def arrival(self) -> torch.cuda.Event | None:
         """What tells that copies have arrived."""
-        return torch.cuda.current_stream().record_event() if self.graph else None
+        if not self.graph:
+            return None
+        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
 
     def bucket(self, longest: int) -> int:
         """The smallest power of two of tokens that holds `longest`."""
