@@ -103,14 +103,17 @@ def engine_for(
     texts = needs(len(r.ids) + r.settings.max_new_tokens for r in requests)
     read = needs(source_size(model, r) for r in requests)
     pages = s.rows * sum(texts[:each]) + sum(read[:each])
-    numbers = sum(spec.numbers() for spec in model.cache_specs()) * page * weight.element_size()
+    both = [model] if plain or draft is None else [model, draft]
+    each_token = sum(spec.numbers() for x in both for spec in x.cache_specs())
+    numbers = each_token * page * weight.element_size()
     if plain:
         most = max(s.rows * texts[0] + read[0], TOTAL // max(1, numbers))
         how: Any = {"runner": "torch", "prefix": False, "draft": draft}
         return Engine(model, rows=rows, page=page, pages=min(pages + 2 * rows, most), **how)
     wanted = max(LEAST, (1 << pages.bit_length()) * numbers)
     memory = min(wanted, free_memory(weight.device) * 9 // 10)
-    return Engine(model, rows=rows, page=page, memory=memory)
+    guesser = {} if draft is None else {"draft": draft}
+    return Engine(model, rows=rows, page=page, memory=memory, **guesser)
 
 
 def failed(results: Sequence[Result]) -> str:

@@ -1,6 +1,7 @@
 """Speculation in the runner `graph`: the tokens of the runner `torch` without guesses, in fewer passes; off where it
 does not pay."""
 
+import copy
 import random
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from regard.decode.runners.guesses import PLAIN, Guesses, Plan
 from regard.decode.runners.steps import GraphSteps
 from regard.decode.settings import Request, Settings
 from regard.decode.speculate import Index, Rate
+from regard.errors import UsageError
 from tests.kernels.plain import answer, served
 from tests.kernels.test_gpu_graphs import (
     DRAWN,
@@ -251,6 +253,104 @@ def test_device_looks_up_what_the_index_finds() -> None:
                 # As if the text went on in a circle.
                 if want:
                     assert got == (want * 4)[:4]
+
+
+def noisy(model: regard.Model, noise: float) -> regard.Model:
+    """The model, but for noise in its weights: a draft that is right now and then."""
+    draft = copy.deepcopy(model)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for p in draft.parameters():
+            p.add_(torch.randn_like(p), alpha=noise)
+    return draft
+
+
+def drafted(asked: list[Request], every: int = 1) -> list[Request]:
+    return [
+        replace(r, settings=replace(r.settings, draft=0 if i % every else 1 + i % 4))
+        for i, r in enumerate(asked)
+    ]
+
+
+@pytest.mark.parametrize(
+    "name, settings",
+    [
+        ("gqa", {}),
+        ("gqa", {"temperature": 0.9, "top_p": 0.9}),
+        ("gqa", {"temperature": 0.9, "samples": 3}),
+        ("window", {"frequency_penalty": 0.5, "top_logprobs": 2}),
+        ("mla", {"eos": (5, 7, 11, 20)}),
+        ("gpt2", {}),
+        ("t5-small", {}),
+    ],
+)
+def test_draft_in_slots_changes_no_token(
+    name: str, settings: dict, monkeypatch: pytest.MonkeyPatch, landed: Landed
+) -> None:
+    """Right now and then, or of another family; beside rows that ask for no guesses, in few pages."""
+    monkeypatch.setattr(Guesses, "plan", always)
+    model = build(name).double()
+    asked = [asked_of(name, r) for r in requests(7, **settings)]
+    want = by_torch(model, asked)
+    for draft in (*([] if name in PAIRS else [noisy(model, 0.02)]), build("gqa").double()):
+        same(answer(model, drafted(asked), 4, draft=draft), want)
+        few = {"pages": 20, "page": 8, "chunk": 24}
+        same(answer(model, drafted(asked, 2), 4, draft=draft, **few), want)
+    assert landed
+
+
+def test_draft_that_is_right_saves_passes_in_slots(landed: Landed) -> None:
+    """All its guesses are right, prompts in chunks, pages that others left, and after plain rounds too."""
+    model = build("gqa").double()
+    engine = Engine(model, runner="graph", rows=4, draft=copy.deepcopy(model), page=8)
+    asked = [replace(r, settings=replace(r.settings, max_new_tokens=40)) for r in requests(4)]
+    for _ in range(2):
+        same(served(engine, [replace(r, settings=replace(r.settings, draft=4)) for r in asked]),
+             by_torch(model, asked))  # fmt: skip
+    full = [n == 5 * passes for _, passes, said in landed for n in said]
+    assert all(full) and len(full) >= 8
+
+
+def test_draft_that_is_wrong_is_tried_more_and_more_rarely(
+    landed: Landed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, draft = build("gqa").double(), build("gqa").double()
+    with torch.no_grad():
+        for p in draft.parameters():
+            p.normal_()
+    steps, run = list[int](), GraphSteps.run
+    monkeypatch.setattr(GraphSteps, "run", lambda *given: (steps.append(given[1]), run(*given))[1])
+    asked = [Request([i], Settings(max_new_tokens=90, draft=4)) for i in range(8)]
+    answer(model, asked, 1, draft=draft)
+    passes = sum(passes for _, passes, _ in landed)
+    assert 0 < passes <= 10 and sum(steps) > 600
+
+
+def test_draft_reads_no_further_than_its_context() -> None:
+    model = build("gqa").double()
+    short = replace(build("gpt2").config, max_len=24).make().double()
+    engine = Engine(model, runner="graph", rows=4, draft=short)
+    asked = [
+        Request([1] * 40, Settings(max_new_tokens=20)),
+        Request([2, 3], Settings(max_new_tokens=20, draft=3)),
+    ]
+    same(
+        served(engine, asked),
+        by_torch(model, asked[:1] + [replace(asked[1], settings=Settings(max_new_tokens=20))]),
+    )
+
+
+@pytest.mark.parametrize("kind", ["states", "numbers"])
+def test_draft_without_a_graph_leaves_to_the_runner_torch(kind: str) -> None:
+    model = build("gqa").double()
+    draft = {
+        "states": lambda: build("qwen3_next").double(),
+        "numbers": lambda: build("gqa"),
+    }
+    engine = Engine(model, draft=draft[kind]())
+    assert engine.graph is None and "no CUDA graph" in engine.explain()
+    with pytest.raises(UsageError, match="its draft model has no graph"):
+        Engine(model, runner="graph", draft=draft[kind]())
 
 
 def test_rate_forgets() -> None:

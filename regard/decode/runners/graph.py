@@ -26,7 +26,7 @@ class GraphRunner:
         how = "CUDA graphs" if steps.graph else "steps as in a CUDA graph"
         size = f"{len(pool.users):,} pages of {pool.page} tokens, {pool.nbytes / 2**30:.2f} GiB"
         more = "rules on runs of tokens and texts past the context: runner torch"
-        guesses = "guesses (lookup, draft): several tokens of a row in a pass, where that is faster"
+        guesses = "guesses, looked up or by a draft model: several tokens of a row in a pass, where that is faster"
         if steps.stateful:
             more = f"beam search, guesses, {more}; no prefix is found again, as pages hold no state"
             guesses = ""
@@ -63,7 +63,7 @@ class GraphRunner:
         return self.batches[kind]
 
     def recorders(self) -> list[Recorder]:
-        return [batch.steps.recorder for batch in self.batches.values()]
+        return [each for batch in self.batches.values() for each in batch.steps.recorders()]
 
     def clear(self) -> None:
         """After a fault."""

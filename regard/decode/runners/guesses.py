@@ -245,23 +245,29 @@ class Guesses:
             return PLAIN
         rates = [slot.rate.each if slot.settings.lookup else 1.0 for slot in live]
         rate = self.rate.each if draft else sum(rates) / len(rates)
-        if rate > MARGIN * self.cost(width, bound, ahead, bool(draft)):
+        sizes = width, bound, ahead, bool(draft)
+        if rate > MARGIN * self.cost(*sizes):
             self.wait = LEAST
             return Plan(ahead, bool(draft), PASSES, rate)
-        if not draft:
-            return PLAIN
-        self.rest -= 1
-        if self.rest > 0:
-            return PLAIN
-        self.rest, self.wait = self.wait, min(2 * self.wait, RAREST)
-        return Plan(ahead, True, TRIED, rate)
+        # How good a draft model is now, and whether a pass was slow by chance, a try tells.
+        if draft or rate > MARGIN * self.expected(*sizes):
+            self.rest -= 1
+            if self.rest < 0:
+                self.rest, self.wait = self.wait, min(2 * self.wait, RAREST)
+                return Plan(ahead, bool(draft), TRIED, rate)
+        return PLAIN
 
     def cost(self, width: int, bound: int, ahead: int, drafts: bool) -> float:
-        """Of how many steps' time a pass is: measured, but for a hiccup."""
-        expected = PASS + width * (1 + ahead) * TOKEN + (1 + ahead) * self.share * drafts
+        """Of how many steps' time a pass is, as measured."""
         step = self.seconds.get((width, bound))
         each = self.seconds.get((width, bound, ahead, drafts))
-        return expected if step is None or each is None else min(each / step, 2 * expected)
+        if step is None or each is None:
+            return self.expected(width, bound, ahead, drafts)
+        return each / step
+
+    def expected(self, width: int, bound: int, ahead: int, drafts: bool) -> float:
+        """The same before it is measured."""
+        return PASS + (1 + ahead) * (width * TOKEN + self.share * drafts)
 
     def measure(self, key: Any, steps: int, arrival: torch.cuda.Event | None) -> None:
         """Of a round of so many steps or passes that has arrived: the time since the one before it."""

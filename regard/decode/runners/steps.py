@@ -7,6 +7,7 @@ Off a GPU the same steps run as they are.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import abc
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from regard.cache import Pool
 from regard.decode.beam import Shape
+from regard.decode.check import context_of
 from regard.decode.runners.memory import Sources
 from regard.decode.sampling import (
     MASK,
@@ -111,7 +113,10 @@ class GraphSteps:
         self.owner: Callable[[], object] = lambda: None  # a weak reference to who has it
         # Of tokens that were fed before the next choice: logits (rows V).
         self.early: Tensor | None = None
-        self.draft: GraphSteps | None = None  # of a model that guesses ahead, in the same pages
+        # Of a model that guesses ahead, which one, and where its weights were.
+        self.draft: GraphSteps | None = None
+        self.draft_model: Callable[[], Model | None] = lambda: None
+        self.draft_marks: list[tuple[int, int]] = []
         self.guesses: Any = None  # see guesses.py
 
     # --- what a graph holds ---
@@ -301,10 +306,14 @@ class GraphSteps:
         said = self.columns.values.get("said")
         return [*self.state.tensors(), *([] if said is None else [said])]
 
+    def recorders(self) -> list[Recorder]:
+        return [self.recorder, *([] if self.draft is None else [self.draft.recorder])]
+
     def put_off(self) -> None:
         """From now on graphs wait for `warm`. Those of every number of rows are wanted: the largest first, which can do
         the work of the others."""
-        self.recorder.puts_off = True
+        for recorder in self.recorders():
+            recorder.puts_off = True
         far = 0 if self.sources is None else next_power_of_two(self.sources.pages.length)
         widths = [1 << i for i in range(self.rows.bit_length()) if 1 << i <= self.rows]
         shapes = [(self.rows, self.length), *((width, self.bucket(1)) for width in widths[::-1])]
@@ -364,41 +373,89 @@ def why_plain(
         return f"it is on {device}, not on a GPU"
     if backend != "sdpa":
         return f"backend={backend!r} was asked for"
-    return "a draft model guesses ahead" if draft is not None else why_not(model)
+    why = "" if draft is None else why_no_draft(draft, model)
+    return f"its draft model has no graph: {why}" if why else why_not(model)
+
+
+def why_no_draft(draft: Model, model: Model) -> str:
+    """What keeps a draft model from the graph of a model, or nothing."""
+    if isinstance(draft, Prepared):
+        return f"it was prepared in {draft.precision}"
+    if any(spec.state for x in (draft, model) for spec in x.cache_specs()):
+        return "a state takes no guess back there"
+    own, theirs = next(draft.parameters()), next(model.parameters())
+    if (own.device, own.dtype) != (theirs.device, theirs.dtype):
+        return f"it is {own.dtype} on {own.device}, the model {theirs.dtype} on {theirs.device}"
+    return why_not(draft)
 
 
 def steps_of(
-    model: Model, rows: int, pages: int, page: int, length: int, exact: bool
+    model: Model,
+    rows: int,
+    pages: int,
+    page: int,
+    length: int,
+    exact: bool,
+    draft: Model | None = None,
 ) -> GraphSteps:
     """The steps of a model: kept while it lives, its weights stay where they are, nobody else has it, and it is large
-    enough. A weight that changes in place is seen by views of it, but not by copies: MLA's, and biases on positions."""
-    tower = getattr(model, model.writer).config
-    copied = tower.relative is not None or any(
-        inner(a).kind == "mla" for a in tower.each("attention")
-    )
+    enough. A weight that changes in place is seen by views of it, but not by copies: MLA's, and biases on positions.
+    A `draft` model has its part of every page."""
     length = min(length, border(model) or length)
-
-    def marks() -> list[tuple[int, int]]:
-        return [(p.data_ptr(), p._version if copied else 0) for p in model.parameters()]
-
     kept = _kept.pop(model, None)
-    if kept is not None and kept.owner() is None and (kept.marks, kept.length) == (marks(), length):
+    if (
+        kept is not None
+        and kept.owner() is None
+        and (kept.marks, kept.length) == (marks(model), length)
+    ):
         have = len(kept.pool.users)
         enough = have == pages if exact else have >= pages
-        if enough and kept.pool.page == page and kept.rows >= rows:
+        if enough and kept.pool.page == page and kept.rows >= rows and same_draft(kept, draft):
             kept.pool.clear()
             kept.reset()
-            kept.recorder.puts_off, kept.recorder.wanted = False, {}
+            for recorder in kept.recorders():
+                recorder.puts_off, recorder.wanted = False, {}
             _kept[model] = kept
             return kept
     # Its memory first.
     del kept
     weight = next(model.parameters())
-    pool = Pool(model.cache_specs(), pages, page, weight.device, weight.dtype)
+    specs = [*model.cache_specs(), *(() if draft is None else draft.cache_specs())]
+    pool = Pool(specs, pages, page, weight.device, weight.dtype)
     slots = 1 << (rows - 1).bit_length()
-    free = weight.is_cuda and not any(spec.state for spec in model.cache_specs())
+    free = weight.is_cuda and not any(spec.state for spec in specs)
     new = GraphSteps(model, pool, max(slots, SLOTS) if free else slots, length)
+    if draft is not None:
+        new.draft, new.draft_model = drafting(new, draft), weakref.ref(draft)
+        new.draft_marks = marks(draft)
     if new.graph:
         # Joining has moved weights.
-        new.marks, _kept[model] = marks(), new
+        new.marks, _kept[model] = marks(model), new
+    return new
+
+
+def marks(model: Model) -> list[tuple[int, int]]:
+    """Where the weights of a model lie, and where a graph has copies what they are."""
+    tower = getattr(model, model.writer).config
+    copied = tower.relative is not None or any(
+        inner(a).kind == "mla" for a in tower.each("attention")
+    )
+    return [(p.data_ptr(), p._version if copied else 0) for p in model.parameters()]
+
+
+def same_draft(kept: GraphSteps, draft: Model | None) -> bool:
+    """Whether kept steps have this draft model; another that is still there does no harm to who asks for none."""
+    own = kept.draft_model()
+    if draft is None:
+        return kept.draft is None or own is not None
+    return own is draft and kept.draft_marks == marks(draft)
+
+
+def drafting(steps: GraphSteps, draft: Model) -> GraphSteps:
+    """The steps of a draft model, for the same rows, whose tokens lie in the same pages."""
+    own, count = copy.copy(steps.pool), len(draft.cache_specs())
+    own.stores = own.stores[-count:]
+    length = min(steps.length, context_of(draft) or steps.length, border(draft) or steps.length)
+    new = GraphSteps(draft, own, steps.rows, length, kernels=steps.kernels, look=1)
+    new.pages.table = steps.pages.table
     return new
