@@ -11,8 +11,9 @@ import torch
 
 import regard
 from regard.decode.engine import Engine
+from regard.decode.runners import steps as steps_module
 from regard.decode.runners.guesses import PLAIN, Guesses, Plan
-from regard.decode.runners.steps import GraphSteps
+from regard.decode.runners.steps import GraphSteps, marks, steps_of
 from regard.decode.settings import Request, Settings
 from regard.decode.speculate import Index, Rate
 from regard.errors import UsageError
@@ -351,6 +352,47 @@ def test_draft_without_a_graph_leaves_to_the_runner_torch(kind: str) -> None:
     assert engine.graph is None and "no CUDA graph" in engine.explain()
     with pytest.raises(UsageError, match="its draft model has no graph"):
         Engine(model, runner="graph", draft=draft[kind]())
+
+
+def test_guesses_wait_for_a_graph_where_it_is_put_off(
+    monkeypatch: pytest.MonkeyPatch, landed: Landed
+) -> None:
+    """Steps go on meanwhile, and the pass is wanted."""
+    monkeypatch.setattr(Guesses, "plan", always)
+    model, asked = build("gqa").double(), repeating(requests(3))
+    engine = Engine(model, runner="graph", rows=4, draft=build("gqa").double())
+    assert engine.graph is not None
+    engine.put_off()
+    engine.graph.steps.recorder.records = True
+    same(served(engine, looked_up(asked)), by_torch(model, asked))
+    assert not landed and "guess" in {key[0] for key in engine.graph.steps.recorder.wanted}
+    assert all(recorder.puts_off for recorder in engine.graph.recorders())
+
+
+def test_steps_are_kept_with_their_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: for calls with and without it, as long as it is there and where it was."""
+    made, real = list[Any](), GraphSteps.__init__
+
+    def marked(self: GraphSteps, *given: Any, **more: Any) -> None:
+        real(self, *given, **more)
+        made.append(given[0])
+
+    model, draft = build("gqa"), build("gqa")
+    monkeypatch.setattr(GraphSteps, "__init__", marked)
+    monkeypatch.setattr(steps_module, "_kept", kept := {})  # type: ignore[var-annotated]
+
+    def steps(draft: Any) -> GraphSteps:
+        found = steps_of(model, 4, 64, 16, 96, True, draft)
+        found.marks, kept[model] = marks(model), found
+        return found
+
+    first = steps(draft)
+    assert made == [model, draft] and first.draft is not None
+    assert steps(None) is first and steps(draft) is first and len(made) == 2
+    other = build("gqa")
+    assert steps(other) is not first and len(made) == 4
+    del other, made[:]
+    assert steps(None).draft is None and made == [model]
 
 
 def test_rate_forgets() -> None:

@@ -32,6 +32,7 @@ PASSES = 8  # of a round at most: the host reads a round before it asks for the 
 SKIPPED = -2  # in the log: a guess was wrong before this place
 NO_GUESS = -3  # equals no token
 AHEAD = 64  # guesses of a pass at most, as settings allow
+FEW, FEW_EACH = 8, 16  # rows, and tokens of a row, that are read as rows of a step; not measured
 READ = 4096  # tokens that the host indexes while a round runs; chosen so that it is not late
 # Passes are to bring so much more than steps. Before it has measured: of how many steps' time a pass is, and what each
 # of its tokens adds.
@@ -141,6 +142,8 @@ class Guesses:
             sizes, ids, pos, row, every, every, every.view(width, s), table, start, totals, ends[:-1], ends * s, none,
             none, none, none
         )  # fmt: skip
+        if width <= FEW and s <= FEW_EACH:
+            pack.single = pos + 1, table.int()[row]
         hidden = steps.read_pack(pack, steps.kernels and n > MOST)
         return steps.fast.logits(hidden).view(width, s, -1)
 
