@@ -2,7 +2,7 @@
 
 The scheduler (scheduler.py) says who is served; a request joins the batch of its kind (batch.py), which reads its
 prompt in chunks while the others go on, so that every step serves whatever is there. What computes a batch is a runner
-(runners): CUDA graphs, if the model is on a GPU and has them, for what needs no guesses; else the model itself. With a
+(runners): CUDA graphs, if the model is on a GPU and has them, for what fits its context; else the model itself. With a
 paged cache rows come and go freely, and texts that begin alike share pages: choices depend on (seed, request, position)
 alone.
 """
@@ -132,10 +132,14 @@ class Engine:
         self.sources = paged and model.reads_source and alike(model.source_specs(), self.specs)
         if paged and pages is None:
             far = (source_length(model) or 0) if self.sources else None
-            pages = pages_in(memory, device, self.specs, page, dtype, most, self.longest, far)
+            # In a graph a draft model has its part of every page.
+            own = self.draft.cache_specs() if graph and self.draft is not None else []
+            specs = [*self.specs, *own]
+            pages = pages_in(memory, device, specs, page, dtype, most, self.longest, far)
         if graph and pages is not None:
             rows = rows or (most if stateful else rows_in(pages * page))
-            steps = steps_of(model, rows, pages, page, self.longest or pages * page, exact)
+            longest = self.longest or pages * page
+            steps = steps_of(model, rows, pages, page, longest, exact, self.draft)
             self.pool = steps.pool
             return steps, rows
         if paged and pages is not None:

@@ -83,7 +83,9 @@ def engine_for(
     """An engine for just these requests: in a CUDA graph if they and the model can be, with pages for all that run
     together."""
     s, weight = requests[0].settings, next(model.parameters())
-    plain = s.lookup > 0 or layout == "contiguous" or why_plain(model, draft=draft)
+    # A state takes no guess back in a graph.
+    still = s.lookup > 0 and any(spec.state for spec in model.cache_specs())
+    plain = still or layout == "contiguous" or why_plain(model, draft=draft)
     most = ROWS if plain else MANY if s.beams == 1 else ROWS * s.beams
     rows = min(rows or most, len(requests) * s.rows)
     # C code reads the tokens of beams where they lie; torch's own attention would copy pages into rows for every token,
@@ -101,14 +103,17 @@ def engine_for(
     texts = needs(len(r.ids) + r.settings.max_new_tokens for r in requests)
     read = needs(source_size(model, r) for r in requests)
     pages = s.rows * sum(texts[:each]) + sum(read[:each])
-    numbers = sum(spec.numbers() for spec in model.cache_specs()) * page * weight.element_size()
+    both = [model] if plain or draft is None else [model, draft]
+    each_token = sum(spec.numbers() for x in both for spec in x.cache_specs())
+    numbers = each_token * page * weight.element_size()
     if plain:
         most = max(s.rows * texts[0] + read[0], TOTAL // max(1, numbers))
         how: Any = {"runner": "torch", "prefix": False, "draft": draft}
         return Engine(model, rows=rows, page=page, pages=min(pages + 2 * rows, most), **how)
     wanted = max(LEAST, (1 << pages.bit_length()) * numbers)
     memory = min(wanted, free_memory(weight.device) * 9 // 10)
-    return Engine(model, rows=rows, page=page, memory=memory)
+    guesser = {} if draft is None else {"draft": draft}
+    return Engine(model, rows=rows, page=page, memory=memory, **guesser)
 
 
 def failed(results: Sequence[Result]) -> str:

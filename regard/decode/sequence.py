@@ -20,7 +20,7 @@ from torch import Tensor
 from regard.cache import BlockTable, Cache, PagePool
 from regard.cache.base import State as Recurrent
 from regard.decode.settings import Event, Request, Result, Tops
-from regard.decode.speculate import Index
+from regard.decode.speculate import Index, Rate
 
 BROKEN = "the model gave a logit that is not a number"
 NOTHING = "its mask allows no token that its other settings leave"
@@ -222,6 +222,11 @@ class Slot:
     siblings: list[Slot] = field(default_factory=list)
     # Log probabilities of its prompt that are on their way.
     scored: list[tuple[Tensor, ...]] = field(default_factory=list)
+    # In a graph: tokens of its text that the device can look up, and those that the draft model has read; and what a
+    # pass over guesses brings, or would.
+    noted: int = 0
+    drafted: int = 0
+    rate: Rate = field(default_factory=Rate)
     # What a plain runner has of a text that is begun; and of a model with states: the pages after which they are
     # wanted, and what was found.
     cache: Cache | None = None

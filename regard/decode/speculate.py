@@ -1,5 +1,5 @@
-"""Guesses of the next tokens, which are checked in one pass (sampler.py). Which are guessed never changes the text;
-better ones only make more guesses right.
+"""Guesses of the next tokens, which are checked in one pass (sampler.py; in a graph runners/guesses.py). Which are
+guessed never changes the text; better ones only make more guesses right.
 """
 
 from __future__ import annotations
@@ -41,6 +41,21 @@ class Index:
             if place is not None:
                 return self.text[place : place + room]
         return []
+
+
+class Rate:
+    """How many tokens a pass brings, of late: what was measured counts less with each pass since."""
+
+    def __init__(self, tokens: float = 2.0, passes: float = 2.0):
+        self.tokens, self.passes = tokens, passes
+
+    def note(self, tokens: float, passes: int) -> None:
+        kept = 0.9**passes
+        self.tokens, self.passes = self.tokens * kept + tokens, self.passes * kept + passes
+
+    @property
+    def each(self) -> float:
+        return self.tokens / self.passes
 
 
 def padded(texts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,7 @@ from regard.kernels.triton import sparse as gpu_sparse
 from regard.kernels.triton import wide as gpu_wide
 from regard.models import Tokens, TransformerConfig
 from tests.kernels import test_gpu_graphs as small
+from tests.kernels import test_graph_guesses as guessed
 from tests.kernels.plain import BOUND, FEW, answer, largest_gap, served, ties
 
 pytestmark = pytest.mark.skipif(
@@ -174,6 +175,35 @@ def test_every_setting_is_the_same_in_a_graph(settings: dict) -> None:
     for a, b in zip(got, want, strict=True):
         if a.ids == b.ids:
             assert a.logprobs == pytest.approx(b.logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "top_p": 0.9, "seed": 5}])
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_guesses_in_a_graph_give_the_plain_tokens(
+    name: str, rows: int, settings: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looked up, and of a draft model that is right now and then, in every round; by recorded graphs."""
+    monkeypatch.setattr(guessed.Guesses, "plan", guessed.always)
+    model, asked = build(name), guessed.repeating(requests(**settings))
+    draft = guessed.noisy(model, 0.005)
+    for guesses in (guessed.looked_up(asked), guessed.drafted(asked)):
+        engine = Engine(model, rows=rows, draft=draft)
+        assert ties(model, asked, served(engine, guesses)) <= FEW
+        assert engine.graph is not None
+        assert "guess" in {key[0] for key in engine.graph.steps.recorder.graphs}
+
+
+def test_generate_guesses_in_a_graph_where_it_is_faster() -> None:
+    """As it is measured on the device: a text that goes round and round has fewer steps."""
+    model, ids = build("gqa"), [[3, 8] * 6]
+    more: dict[str, Any] = {"max_new_tokens": 200, "logit_bias": {3: 40.0, 8: 40.0}}
+    plain = regard.generate(model, ids, **more)
+    for _ in range(3):
+        found = regard.generate(model, ids, lookup=8, **more)
+    assert [r.ids for r in found] == [r.ids for r in plain]
+    kept = kept_steps._kept[model]
+    assert kept.guesses.seconds and "guess" in {key[0] for key in kept.recorder.graphs}
 
 
 def test_generate_uses_the_graph_and_keeps_it() -> None:

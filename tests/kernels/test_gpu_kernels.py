@@ -3,6 +3,7 @@ It multiplies bf16 wrongly, so inputs are float32 and float16."""
 
 import copy
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from regard.attention.sparse import choose, dots_exact, index_scores
 from regard.decode import sampling
 from regard.decode.engine import Engine
 from regard.decode.filters import FILTERS as PLAIN
+from regard.decode.runners import guesses
+from regard.decode.runners.guesses import Guesses, Plan
 from regard.decode.settings import Request, Settings
 from regard.fast.cuda import prompts as cuda_prompts
 from regard.kernels.triton import attention as gpu_attention
@@ -757,6 +760,24 @@ def test_gpu_decoder_gives_the_plain_tokens(
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    "name, few", [("gqa", 8), ("gqa", 0), ("window", 8), ("mla", 8), ("dsa", 8)]
+)
+def test_gpu_guesses_change_no_token(name: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass as rows of a step, and over pages; guesses of a draft model that is right, and looked up."""
+    plan = Plan(2, name != "window", 2, 1.0)
+    monkeypatch.setattr(Guesses, "plan", lambda *_: plan)
+    monkeypatch.setattr(guesses, "FEW", few)
+    model = small(name)
+    asked = [Request(ids, Settings(max_new_tokens=7)) for ids in ([5, 9, 5, 9], [7] * 19)]
+    want = served(Engine(model, runner="torch"), asked)
+    kind = {"draft": 2} if plan.drafts else {"lookup": 2}
+    guessed = [replace(r, settings=replace(r.settings, **kind)) for r in asked]
+    engine = Engine(model, runner="graph", rows=2, draft=small(name) if plan.drafts else None)
+    assert [r.ids for r in served(engine, guessed)] == [r.ids for r in want]
+
+
+@pytest.mark.usefixtures("interpreted")
 def test_gpu_sparse_decoder_gives_the_plain_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A text that is read densely, and chooses among its tokens when it is longer."""
     monkeypatch.setattr(gpu_sparse, "PIECE", 64)
@@ -773,6 +794,7 @@ def small(name: str) -> regard.Model:
     latent = regard.MLA(4, 32, 32, 16, rope=rope)
     attention = {
         "gqa": regard.GQA(4, 2, 32, rope=rope),
+        "window": regard.GQA(4, 2, 32, rope=rope, window=5, qk_norm=1e-6),
         "mla": latent,
         "dsa": regard.DSA(latent, 4, 16, 32, rope_dim=16),
     }[name]

@@ -1,4 +1,4 @@
-"""The runner `graph`: CUDA graphs over slots of fixed memory, for what needs no guesses and fits into the context."""
+"""The runner `graph`: CUDA graphs over slots of fixed memory, for what fits into the context."""
 
 from __future__ import annotations
 
@@ -25,20 +25,24 @@ class GraphRunner:
         steps, pool = self.steps, self.steps.pool
         how = "CUDA graphs" if steps.graph else "steps as in a CUDA graph"
         size = f"{len(pool.users):,} pages of {pool.page} tokens, {pool.nbytes / 2**30:.2f} GiB"
-        more = "guesses, rules on runs of tokens and texts past the context: runner torch"
+        more = "rules on runs of tokens and texts past the context: runner torch"
+        guesses = "guesses, looked up or by a draft model: several tokens of a row in a pass, where that is faster"
         if steps.stateful:
-            more = f"beam search, {more}; no prefix is found again, as pages hold no state"
-        return [
+            more = f"beam search, guesses, {more}; no prefix is found again, as pages hold no state"
+            guesses = ""
+        lines = [
             f"runner graph: {how} of {steps.rows} slots over {size}",
             steps.fast.explain(),
             more,
-            "rows with a mask: rounds of one step, for all that run beside them",
+            guesses,
+            "rows with a mask: rounds of one step and no guesses, for all that run beside them",
         ]
+        return [line for line in lines if line]
 
     def takes(self, request: Request, long: bool) -> bool:
         s = request.settings
-        # A state is not taken over by another beam.
-        plain = not (s.lookup or s.draft or (s.beams > 1 and self.steps.stateful))
+        # A state is not taken over by another beam, and takes no guess back.
+        plain = not (self.steps.stateful and (s.lookup or s.draft or s.beams > 1))
         fits = len(request.ids) + s.max_new_tokens <= self.steps.length
         fits = fits and s.samples <= self.steps.rows
         # What depends on the text so far is asked of the host.
@@ -59,7 +63,7 @@ class GraphRunner:
         return self.batches[kind]
 
     def recorders(self) -> list[Recorder]:
-        return [batch.steps.recorder for batch in self.batches.values()]
+        return [each for batch in self.batches.values() for each in batch.steps.recorders()]
 
     def clear(self) -> None:
         """After a fault."""

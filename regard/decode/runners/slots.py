@@ -10,16 +10,19 @@ the pool's scratch page. One that has as many tokens as it may have leaves its p
 
 from __future__ import annotations
 
+import math
 import weakref
 from bisect import insort
 from collections import abc
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard.cache import BlockTable, OutOfPages
 from regard.decode.batch import Batch, Reading
+from regard.decode.runners.guesses import PLAIN, SKIPPED, Guesses, Plan
 from regard.decode.runners.steps import SHORTEST, GraphSteps
 from regard.decode.sampling import (
     MASK,
@@ -34,6 +37,8 @@ from regard.fast.cuda.prompts import (
     next_power_of_two,
 )
 
+# Rows of a step, bounds of their texts and of their sources, and what the choices depend on.
+Sized = tuple[int, int, int, frozenset[str]]
 PADDED = 4  # places that prompts of different lengths may be laid out in, for each token of a chunk
 
 
@@ -46,6 +51,9 @@ class Inflight:
     arrival: torch.cuda.Event | None
     # Which lines of them are whose, from the first to the last.
     lines: list[tuple[Slot, int, int]]
+    plan: Plan = PLAIN  # what it guesses,
+    steps: int = 0  # in how many passes; or its steps
+    key: Any = None  # under which its time is kept
 
     def wait(self) -> list[Tensor]:
         if self.arrival is not None:
@@ -235,52 +243,107 @@ class GraphBatch(Batch):
 
     def _launch(self) -> Inflight | None:
         """The next round."""
-        wanted = [s for s in self.slots if s.left or s.state is State.PREFILL]
-        live = [s for s in wanted if s.scheduled and not s.sequence.finish]
+        if self.inflight is not None and self.inflight.plan.ahead:
+            self._collect()
+        wish = self._plan()
+        if wish.ahead:
+            # The host is to know the texts.
+            self._collect()
+        live = self._live()
         fed, self.fed_early = self.fed_early, set()
         if not live:
             self._place()
             return None
-        steps = self._steps([s.left for s in live])
-        lines, longest, used = [], 1, frozenset[str]()
         masked = [s for s in live if s.request.mask is not None]
         # What follows a first token is asked when the host has read it.
         self.paused = any(s.state is State.PREFILL for s in masked)
-        if masked:
-            steps, used = min(steps, 0 if self.paused else 1), frozenset({MASK})
         # Only the choice waits for masks: what was chosen is fed while the host asks for the next.
-        early = self.steps.feeds_early(used)
+        early = bool(masked) and self.steps.feeds_early(frozenset({MASK}))
+        for plan in (wish, PLAIN):
+            steps = self._steps([s.left for s in live], plan)
+            if masked:
+                steps = min(steps, 0 if self.paused else 1)
+            most = steps * (1 + plan.ahead)
+            lines, used = self._lines(live, most, early)
+            self._place()
+            sizes = *self._sizes(live, most), used | {MASK} if masked else used
+            if not plan.ahead or self.steps.guesses.ready(*sizes, *plan[:2]):
+                break
+        if early and steps and not fed.issuperset(live):
+            self.steps.feed(*sizes[:3])
+        inflight = self._run(steps, sizes, lines, plan)
         for slot in live:
-            took, said = min(steps, slot.left), slot.said + slot.scheduled
+            slot.ran += most
+            # As many at least.
+            slot.scheduled += min(steps, slot.left)
+            slot.state = State.RUNNING
+            if not slot.left:
+                self._leave(slot)
+        if early and any(s.left for s in live):
+            self.steps.feed(*sizes[:3])
+            self.fed_early = set(live)
+        return inflight
+
+    def _lines(
+        self, live: abc.Sequence[Slot], most: int, early: bool
+    ) -> tuple[list[tuple[Slot, int, int]], frozenset[str]]:
+        """The lines of rows that say up to so many tokens, which have their pages; and what the choices depend on."""
+        lines, used = [], frozenset[str]()
+        for slot in live:
+            took, said = min(most, slot.left), slot.said + slot.scheduled
             # What a round chooses last is fed by the next one; with masks at once, if more follows.
             last = 0 if early and took < slot.left else 1
             self._reserve(slot, len(slot.text) + slot.scheduled + took - last)
             used |= used_by(slot.settings, said, said + took - 1)
             lines.append((slot, 0 if slot.state is State.PREFILL else 1, 1 + took))
-        self._place()
-        # Rows that are through go on until the host has read it, and the kernels read as far as they are.
-        for slot in (s for s in self.slots if s.scheduled and s.state is not State.DRAINING):
-            slot.ran += steps
-            longest = max(longest, len(slot.text) + slot.ran + 1)
-        width = min(self.steps.rows, 1 << max(s.index for s in live).bit_length())
-        bounds = self.steps.bucket(longest), self._far(live)
-        if early and steps and not fed.issuperset(live):
-            self.steps.feed(width, *bounds)
-        inflight = Inflight(*self.steps.run(steps, width, *bounds, used), lines)
-        for slot, _, last in lines:
-            slot.scheduled += last - 1
-            slot.state = State.RUNNING
-            if not slot.left:
-                self._leave(slot)
-        if early and any(s.left for s in live):
-            self.steps.feed(width, *bounds)
-            self.fed_early = set(live)
-        return inflight
+        return lines, used
 
-    def _steps(self, lefts: list[int]) -> int:
-        """Of a round: until an eighth of the rows are through where others wait, or `look`."""
+    def _live(self) -> list[Slot]:
+        """Rows that say something in the next round."""
+        wanted = (s for s in self.slots if s.left or s.state is State.PREFILL)
+        return [s for s in wanted if s.scheduled and not s.sequence.finish]
+
+    def _sizes(self, live: abc.Sequence[Slot], most: int) -> tuple[int, int, int]:
+        """Of the next round: rows, and bounds of their texts and of their sources."""
+        # Rows that are through go on until the host has read it, and the kernels read as far as they are.
+        on = (s for s in self.slots if s.scheduled and s.state is not State.DRAINING)
+        longest = max(len(s.text) + s.ran + most + 1 for s in on)
+        width = min(self.steps.rows, 1 << max(s.index for s in live).bit_length())
+        return width, self.steps.bucket(longest), self._far(live)
+
+    def _plan(self) -> Plan:
+        """What the next round guesses, if anything."""
+        live = self._live()
+        if not live or not any(s.settings.lookup or s.settings.draft for s in live):
+            return PLAIN
+        if self.steps.guesses is None:
+            self.steps.guesses = Guesses(self.steps)
+        return self.steps.guesses.plan(live, *self._sizes(live, 0)[:2])
+
+    def _run(
+        self, steps: int, sizes: Sized, lines: list[tuple[Slot, int, int]], plan: Plan
+    ) -> Inflight:
+        """Steps, or passes over guesses; no round has both."""
+        guesses: Guesses = self.steps.guesses
+        recorder = self.steps.recorder
+        if not plan.ahead:
+            known = recorder.has("step", *sizes)
+            copies = self.steps.run(steps, *sizes)
+            return Inflight(*copies, lines, plan, steps, sizes[:2] if known else None)
+        guesses.prepare([slot for slot, _, _ in lines], plan.drafts)
+        lines = [(slot, first, 1 + steps * (1 + plan.ahead)) for slot, first, _ in lines]
+        known = recorder.has("guess", *sizes, *plan[:2])
+        key = (*sizes[:2], *plan[:2]) if known else None
+        copies = guesses.run(steps, *sizes, *plan[:2])
+        return Inflight(*copies, lines, plan, steps, key)
+
+    def _steps(self, lefts: list[int], plan: Plan = PLAIN) -> int:
+        """Of a round: until an eighth of the rows are through where others wait, or `look`. Of one that guesses the
+        passes, by how many tokens these bring."""
         lefts = sorted(left for left in lefts if left) or [0]
         few = max(1, len(lefts) // 8) if self.waiting else len(lefts)
+        if plan.ahead:
+            return min(plan.passes, math.ceil(lefts[few - 1] / plan.rate))
         return min(self.steps.look, lefts[few - 1])
 
     def _far(self, live: abc.Sequence[Slot]) -> int:
@@ -293,14 +356,31 @@ class GraphBatch(Batch):
         self.steps.place(self.edits, [i for i in self.idle if i not in busy])
         self.edits, self.idle = {}, []
 
+    def _measure(self, done: Inflight, tokens: list[list[int]]) -> None:
+        """What a round has brought; after one with guesses it is known how many tokens each row was asked for."""
+        guesses, plan, passes = self.steps.guesses, done.plan, done.steps
+        guesses.measure(done.key, passes, done.arrival)
+        if not plan.ahead:
+            for slot in self.slots:
+                if slot.settings.lookup and slot.scheduled and not slot.sequence.finish:
+                    guesses.watch(slot)
+            return
+        said = []
+        for slot, _, last in done.lines:
+            n = sum(token != SKIPPED for token in tokens[slot.index][1:last])
+            slot.ran -= last - 1 - n
+            slot.scheduled += min(n - passes, slot.left)
+            said.append(n)
+        guesses.landed([slot for slot, _, _ in done.lines], said, plan, passes)
+
     def _collect(self) -> None:
         """Read the round before; what a row said after its end is dropped."""
         if self.inflight is None:
             return
-        (log, logp, *tops), lines = self.inflight.wait(), self.inflight.lines
+        (log, logp, *tops), round_ = self.inflight.wait(), self.inflight
         self.inflight = None
         tokens, logprobs = log.T.tolist(), logp.T.tolist()
-        for slot, first, last in lines:
+        for slot, first, last in round_.lines:
             row, index = slot.sequence, slot.index
             count, listed = row.request.settings.top_logprobs, list[Tops]()
             if count:
@@ -312,6 +392,8 @@ class GraphBatch(Batch):
             ):
                 if slot.state is State.FINISHED or row.finish:
                     break
+                if token == SKIPPED:
+                    continue
                 if token < 0:
                     row.finish, row.error = "error", BROKEN
                     if row.request.mask is not None:
@@ -320,3 +402,5 @@ class GraphBatch(Batch):
                     self.events += row.append_token(token, logprob, listed[i] if count else [])
             if self.prefix and slot.state is not State.FINISHED and row.error is None:
                 self._publish(slot, slot.pages)
+        if self.steps.guesses is not None:
+            self._measure(round_, tokens)

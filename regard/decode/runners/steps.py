@@ -7,6 +7,7 @@ Off a GPU the same steps run as they are.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import abc
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from regard.cache import Pool
 from regard.decode.beam import Shape
+from regard.decode.check import context_of
 from regard.decode.runners.memory import Sources
 from regard.decode.sampling import (
     MASK,
@@ -116,7 +118,12 @@ class GraphSteps:
         self.marks: list[tuple[int, int]] = []
         self.owner: Callable[[], object] = lambda: None  # a weak reference to who has it
         # Of tokens that were fed before the next choice: logits (rows V).
-        self.fed: Tensor | None = None
+        self.early: Tensor | None = None
+        # Of a model that guesses ahead, which one, and where its weights were.
+        self.draft: GraphSteps | None = None
+        self.draft_model: Callable[[], Model | None] = lambda: None
+        self.draft_marks: list[tuple[int, int]] = []
+        self.guesses: Any = None  # see guesses.py
 
     # --- what a graph holds ---
 
@@ -132,8 +139,12 @@ class GraphSteps:
         return getattr(fast, fast.writer)(x, ctx, cross, caches=(pages, memory))
 
     def logits(self, width: int, bound: int, far: int) -> Tensor:
-        """Feed the token of the first `width` rows; (width V). No row that counts is longer than `bound`, no source
-        than `far`."""
+        """Feed the token of the first `width` rows; (width V)."""
+        return self.fast.logits(self.fed(width, bound, far))
+
+    def fed(self, width: int, bound: int, far: int) -> Normed:
+        """What the last block gives for the token of the first `width` rows. No row that counts is longer than `bound`,
+        no source than `far`."""
         s, rows = self.state, slice(0, width)
         mine: Any = {"table": self.pages.table[rows], "pos": s.pos[rows], "live": s.live[rows]}
         pages = replace(self.pages, bound=bound, **mine)
@@ -142,7 +153,14 @@ class GraphSteps:
         # A beam that nothing is left for may have a token that the vocabulary does not.
         ids, pos = s.ids[rows].clamp(0, self.vocab - 1)[:, None], s.pos[rows, None]
         many, memory = self.kernels and width > 1, self.sources_of(rows, far)
-        return self.fast.logits(self.hidden(ids, pos, pages, many, memory))
+        return self.hidden(ids, pos, pages, many, memory)
+
+    def read_pack(self, pack: Pack, many: bool = True) -> Normed:
+        """What the last block gives for the tokens of a pack, which are put into their pages."""
+        pages = replace(self.pages, stores=self.pool.stores, pack=pack)
+        # Every token is a row that sees the source of its prompt.
+        memory = self.sources_of(pack.slot_ids[pack.row], pack.sizes.source)
+        return self.hidden(pack.ids[None], pack.pos[None], pages, many, memory)
 
     def sources_of(self, rows: slice | Tensor, far: int) -> Pages | None:
         """What some rows see of their sources, none longer than `far`."""
@@ -185,16 +203,13 @@ class GraphSteps:
     ) -> list[Tensor]:
         """Prompts into their pages; those that are through begin to write. `wanted`: places of the pack, and tokens
         that follow there, whose log probabilities (and the best ones, and theirs) are given."""
-        pages = replace(self.pages, stores=self.pool.stores, pack=pack)
-        # Every token is a row that sees the source of its prompt.
-        memory = self.sources_of(pack.slot_ids[pack.row], pack.sizes.source)
-        hidden = self.hidden(pack.ids[None], pack.pos[None], pages, True, memory)
+        hidden = self.read_pack(pack)
         found = []
         for first in range(0, len(wanted), SLICE):
             at, tokens = send(list(wanted[first : first + SLICE]), self.device).T
             found.append(scored(self.fast.logits(hidden.take(at)), tokens))
         if pack.sizes.ends:
-            pages.part()
+            self.pages.part(pack)
             self._begin(pack, hidden, used)
         return [torch.cat(x) for x in zip(*found, strict=True)]
 
@@ -246,9 +261,9 @@ class GraphSteps:
 
         def call(key: Any) -> None:
             logits = self.logits(*key[1:])
-            if self.fed is None:
-                self.fed = logits.new_empty(self.rows, logits.shape[1])
-            self.fed[: len(logits)] = logits
+            if self.early is None:
+                self.early = logits.new_empty(self.rows, logits.shape[1])
+            self.early[: len(logits)] = logits
 
         self.recorder.play(("feed", width, bound, far), call, self.changed)
 
@@ -257,46 +272,56 @@ class GraphSteps:
         first and what they chose then, with its log probability (steps + 1, rows), on its way to the host; and what
         tells that it has arrived."""
         s = self.state
-        if self.aside is not None:
-            torch.cuda.current_stream().wait_stream(self.aside)
+        logs = [s.log, s.logp, *(self.tops if TOPS in used else ())]
+        self.wait_for_copies()
 
         def say(_: Any) -> None:
-            assert self.fed is not None
-            self._open(used)
-            self.say(self.fed[:width], used)
+            assert self.early is not None
+            self.open(logs)
+            self.say(self.early[:width], used)
 
         if steps and self.feeds_early(used):
             self.recorder.play(("say", width, used), say, self.changed)
         else:
-            self._open(used)
+            self.open(logs)
             for _ in range(steps):
                 self.recorder.play(("step", width, bound, far, used), self._step, self.changed)
-        logs = [s.log, s.logp, *(self.tops if TOPS in used else ())]
+        return self.send_logs(logs, steps + 1)
+
+    def wait_for_copies(self) -> None:
+        """Until the log of the round before has been copied, nothing new is written to it."""
+        if self.aside is not None:
+            torch.cuda.current_stream().wait_stream(self.aside)
+
+    def open(self, logs: abc.Sequence[Tensor]) -> None:
+        """Begin the logs of a round with what is fed first."""
+        s = self.state
+        for log, first in zip(logs, (s.ids, self.first, *self.first_tops), strict=False):
+            log[0].copy_(first)
+        s.tick.fill_(1)
+
+    def send_logs(self, logs: abc.Sequence[Tensor], lines: int) -> Copies:
+        """The first lines of logs on their way to the host, beside what the device does next; and what tells that they
+        have arrived."""
         if self.aside is not None:
             self.aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.aside):
             # Whole lines lie end to end, so nothing is gathered first.
-            return self.to_host([x[: steps + 1] for x in logs]), self.arrival()
-
-    def _open(self, used: frozenset[str]) -> None:
-        """Begin the log of a round with what is fed first."""
-        s = self.state
-        s.log[0].copy_(s.ids)
-        s.logp[0].copy_(self.first)
-        if TOPS in used:
-            for table, first in zip(self.tops, self.first_tops, strict=True):
-                table[0].copy_(first)
-        s.tick.fill_(1)
+            return self.to_host([x[:lines] for x in logs]), self.arrival()
 
     def changed(self) -> list[Tensor]:
         """What a step changes."""
         said = self.columns.values.get("said")
         return [*self.state.tensors(), *([] if said is None else [said])]
 
+    def recorders(self) -> list[Recorder]:
+        return [self.recorder, *([] if self.draft is None else [self.draft.recorder])]
+
     def put_off(self) -> None:
         """From now on graphs wait for `warm`. Those of every number of rows are wanted: the largest first, which can do
         the work of the others."""
-        self.recorder.puts_off = True
+        for recorder in self.recorders():
+            recorder.puts_off = True
         least = ((width, self.bucket(1)) for width in widths(self.rows)[::-1])
         self.want([(self.rows, self.length), *least], USUAL)
 
@@ -322,7 +347,9 @@ class GraphSteps:
 
     def arrival(self) -> torch.cuda.Event | None:
         """What tells that copies have arrived."""
-        return torch.cuda.current_stream().record_event() if self.graph else None
+        if not self.graph:
+            return None
+        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
 
     def bucket(self, longest: int) -> int:
         """The smallest power of two of tokens that holds `longest`."""
@@ -364,41 +391,89 @@ def why_plain(
         return f"it is on {device}, not on a GPU"
     if backend != "sdpa":
         return f"backend={backend!r} was asked for"
-    return "a draft model guesses ahead" if draft is not None else why_not(model)
+    why = "" if draft is None else why_no_draft(draft, model)
+    return f"its draft model has no graph: {why}" if why else why_not(model)
+
+
+def why_no_draft(draft: Model, model: Model) -> str:
+    """What keeps a draft model from the graph of a model, or nothing."""
+    if isinstance(draft, Prepared):
+        return f"it was prepared in {draft.precision}"
+    if any(spec.state for x in (draft, model) for spec in x.cache_specs()):
+        return "a state takes no guess back there"
+    own, theirs = next(draft.parameters()), next(model.parameters())
+    if (own.device, own.dtype) != (theirs.device, theirs.dtype):
+        return f"it is {own.dtype} on {own.device}, the model {theirs.dtype} on {theirs.device}"
+    return why_not(draft)
 
 
 def steps_of(
-    model: Model, rows: int, pages: int, page: int, length: int, exact: bool
+    model: Model,
+    rows: int,
+    pages: int,
+    page: int,
+    length: int,
+    exact: bool,
+    draft: Model | None = None,
 ) -> GraphSteps:
     """The steps of a model: kept while it lives, its weights stay where they are, nobody else has it, and it is large
-    enough. A weight that changes in place is seen by views of it, but not by copies: MLA's, and biases on positions."""
-    tower = getattr(model, model.writer).config
-    copied = tower.relative is not None or any(
-        inner(a).kind == "mla" for a in tower.each("attention")
-    )
+    enough. A weight that changes in place is seen by views of it, but not by copies: MLA's, and biases on positions.
+    A `draft` model has its part of every page."""
     length = min(length, border(model) or length)
-
-    def marks() -> list[tuple[int, int]]:
-        return [(p.data_ptr(), p._version if copied else 0) for p in model.parameters()]
-
     kept = _kept.pop(model, None)
-    if kept is not None and kept.owner() is None and (kept.marks, kept.length) == (marks(), length):
+    if (
+        kept is not None
+        and kept.owner() is None
+        and (kept.marks, kept.length) == (marks(model), length)
+    ):
         have = len(kept.pool.users)
         enough = have == pages if exact else have >= pages
-        if enough and kept.pool.page == page and kept.rows >= rows:
+        if enough and kept.pool.page == page and kept.rows >= rows and same_draft(kept, draft):
             kept.pool.clear()
             kept.reset()
-            kept.recorder.puts_off, kept.recorder.wanted = False, {}
+            for recorder in kept.recorders():
+                recorder.puts_off, recorder.wanted = False, {}
             _kept[model] = kept
             return kept
     # Its memory first.
     del kept
     weight = next(model.parameters())
-    pool = Pool(model.cache_specs(), pages, page, weight.device, weight.dtype)
+    specs = [*model.cache_specs(), *(() if draft is None else draft.cache_specs())]
+    pool = Pool(specs, pages, page, weight.device, weight.dtype)
     slots = 1 << (rows - 1).bit_length()
-    free = weight.is_cuda and not any(spec.state for spec in model.cache_specs())
+    free = weight.is_cuda and not any(spec.state for spec in specs)
     new = GraphSteps(model, pool, max(slots, SLOTS) if free else slots, length)
+    if draft is not None:
+        new.draft, new.draft_model = drafting(new, draft), weakref.ref(draft)
+        new.draft_marks = marks(draft)
     if new.graph:
         # Joining has moved weights.
-        new.marks, _kept[model] = marks(), new
+        new.marks, _kept[model] = marks(model), new
+    return new
+
+
+def marks(model: Model) -> list[tuple[int, int]]:
+    """Where the weights of a model lie, and where a graph has copies what they are."""
+    tower = getattr(model, model.writer).config
+    copied = tower.relative is not None or any(
+        inner(a).kind == "mla" for a in tower.each("attention")
+    )
+    return [(p.data_ptr(), p._version if copied else 0) for p in model.parameters()]
+
+
+def same_draft(kept: GraphSteps, draft: Model | None) -> bool:
+    """Whether kept steps have this draft model; another that is still there does no harm to who asks for none."""
+    own = kept.draft_model()
+    if draft is None:
+        return kept.draft is None or own is not None
+    return own is draft and kept.draft_marks == marks(draft)
+
+
+def drafting(steps: GraphSteps, draft: Model) -> GraphSteps:
+    """The steps of a draft model, for the same rows, whose tokens lie in the same pages."""
+    own, count = copy.copy(steps.pool), len(draft.cache_specs())
+    own.stores = own.stores[-count:]
+    length = min(steps.length, context_of(draft) or steps.length, border(draft) or steps.length)
+    new = GraphSteps(draft, own, steps.rows, length, kernels=steps.kernels, look=1)
+    new.pages.table = steps.pages.table
     return new

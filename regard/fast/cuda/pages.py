@@ -138,13 +138,12 @@ class Pages:
                 old = x[: len(self.live)]
                 old.copy_(torch.where(_as(self.live > 0, x), state[name].to(x.dtype), old))
 
-    def part(self) -> None:
+    def part(self, pack: Pack) -> None:
         """The prompts' last states, to every row that goes on from them."""
-        assert self.pack is not None
-        source = self.pack.slot_ids[self.pack.row[self.pack.last]]
+        source = pack.slot_ids[pack.row[pack.last]]
         for states in self.states:
             for x in states.values():
-                x[self.pack.rows] = x[source]
+                x[pack.rows] = x[source]
 
     def chosen(self, k: int) -> Tensor:
         """Which of k chosen tokens there are: (b k)."""

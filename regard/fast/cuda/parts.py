@@ -167,6 +167,11 @@ class GraphAttention(GroupedQueryAttention):
         ours = near or pack.sizes.whole or c.softcap is not None or self.sinks is not None
         rows = bool(ours) or not side_by_side(k, v)
         laid = gpu_prompt.lay_qkv(qkv, pack, k, v, self.h, angles, rows=rows, **self.heads)
+        if pack.single is not None:
+            sizes, table = pack.single
+            form |= {"heads": self.h, "table": table, "bound": pack.whole}
+            q = laid[0].flatten(2).flatten(0, 1)[pack.back]
+            return gpu_attention.decode(q, k, v, sizes, new=False, **form).flatten(1)
         if ours:
             return gpu_prompt.over_pages(laid[0], k, v, pack, **form)
         return gpu_prompt.attend(laid, pack, self.scale, None)

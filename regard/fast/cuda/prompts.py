@@ -128,6 +128,9 @@ class Pack:
     rows: Tensor  # (e) where each goes on,
     said: Tensor  # (e) what it has said
     lengths: Tensor  # (e) and the length of its text
+    # Of a few tokens of long texts: how many keys each sees (t), and its pages (t places), int32. As rows of a step,
+    # these are read by more programs.
+    single: tuple[Tensor, Tensor] | None = None
     laid: dict[tuple[int, ...], Laid] = field(default_factory=dict)
 
     @classmethod

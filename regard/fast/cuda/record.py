@@ -69,7 +69,7 @@ class Recorder:
         if self.records and key not in self.graphs:
             if self.puts_off:
                 self.want(key, call, changed)
-                key = self._wider(key)
+                key = self.wider(key)
             else:
                 self.try_and_record(key, lambda: call(key), changed)
         if key in self.graphs:
@@ -77,9 +77,13 @@ class Recorder:
         else:
             call(key)
 
-    def _wider(self, key: Key) -> Key:
+    def has(self, *key: Any) -> bool:
+        """Whether a call was recorded."""
+        return key in self.graphs
+
+    def wider(self, key: Key) -> Key:
         """The least of the recorded keys that does the work of this one, for more rows or longer texts; or itself."""
-        if key[0] not in ("step", "feed"):
+        if key[0] not in ("step", "feed", "guess"):
             return key
         same = [k for k in self.graphs if k[0] == key[0] and k[4:] == key[4:]]
         able = [k for k in same if all(has >= needs for has, needs in zip(k[1:4], key[1:4]))]
