@@ -18,13 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard.kernels.packed import Packed
 from regard.kernels.triton.measured import fastest
+from regard.kernels.triton.packed import Weight, _halves, _pair, as_read, jit, triton
 
-try:
-    import triton
+if triton is not None:
     import triton.language as tl
-except ImportError:  # the plain forms need none
-    triton = None
 
 SMS = 132  # an H200's multiprocessors
 MOST = 4  # rows of x above which torch's matrix product takes over
@@ -63,9 +62,14 @@ def rms_norm(x: Tensor, norm: Rms) -> Tensor:
     return F.rms_norm(x.to(wide), weight.shape, weight.to(wide) + shift, eps).to(x.dtype)
 
 
+def product(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
+    """x w^T + bias by torch; a packed w is brought back first."""
+    return F.linear(x, w if isinstance(w, Tensor) else w.dense(), bias)
+
+
 def reference(
     x: Tensor,
-    w: Tensor,
+    w: Weight,
     bias: Tensor | None = None,
     *,
     norm: Rms | None = None,
@@ -77,7 +81,7 @@ def reference(
     act(gate x) * up x."""
     if norm is not None:
         x = rms_norm(x, norm)
-    y = F.linear(x, w, bias)
+    y = product(x, w, bias)
     if gated:
         gate, up = y.chunk(2, -1)
         y = ACTIVATIONS[act](gate) * up
@@ -87,8 +91,6 @@ def reference(
 
 
 # --- the kernel ---------------------------------------------------------------------------------------------------
-
-jit = triton.jit if triton is not None else lambda f: f
 
 
 @jit
@@ -125,19 +127,64 @@ def _ahead(at, size):
 
 
 @jit
-def _tile(w, n, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Rows n (N 1) and columns k (1 K) of w, float32."""
-    if K % BLOCK_K == 0:
-        tile = tl.load(w + n * K + k, eviction_policy="evict_first")
+def _tile(w, n, c, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Rows n and columns c of w."""
+    if COLUMNS % BLOCK_K == 0:
+        return tl.load(w + n * COLUMNS + c, eviction_policy="evict_first")
     else:
-        tile = tl.load(w + n * K + k, mask=k < K, other=0.0, eviction_policy="evict_first")
-    return tile.to(tl.float32)
+        here = c < COLUMNS
+        return tl.load(w + n * COLUMNS + c, mask=here, other=0.0, eviction_policy="evict_first")
+
+
+@jit
+def _along(n, BYTES: tl.constexpr):
+    """(N) beside columns: (N 1), or (N 1 1)."""
+    if BYTES:
+        return n[:, None, None]
+    else:
+        return n[:, None]
+
+
+@jit
+def _columns(k0, BLOCK_K: tl.constexpr, BYTES: tl.constexpr):
+    """From k0 on: (1 K). Of bytes by eights (1 K/8 8), which a thread has, as it has eight numbers of x."""
+    if BYTES:
+        each = k0 + 8 * tl.arange(0, BLOCK_K // 8)
+        return each[None, :, None] + tl.arange(0, 8)[None, None, :]
+    else:
+        return (k0 + tl.arange(0, BLOCK_K))[None, :]
+
+
+@jit
+def _read(x, k, c, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Numbers k of a row, in float32, where columns c are."""
+    if COLUMNS % BLOCK_K == 0:
+        return tl.load(x + k).to(tl.float32)
+    else:
+        return tl.load(x + k, mask=c < COLUMNS, other=0.0).to(tl.float32)
+
+
+@jit
+def _dots(
+    tile, x, other, scale, zero, total, GROUP: tl.constexpr, BYTES: tl.constexpr, ASM: tl.constexpr
+):
+    """Rows of a tile times x. In groups, halves of its bytes times x and `other`, whose sum is `total`: sums of eight
+    have a scale and a zero."""
+    if GROUP:
+        both = _halves(tile, 0, ASM) * x + _halves(tile, 1, ASM) * other
+        # 128 (1 + q / 128) is 136 more than q - 8.
+        return tl.sum(tl.sum(both, 2) * (scale * 128.0) + total * (zero - scale * 136.0), 1)
+    elif BYTES:
+        return tl.sum(tl.sum(tile.to(tl.float32) * x, 2), 1)
+    else:
+        return tl.sum(tile.to(tl.float32) * x, 1)
 
 
 @jit
 def _rows(
     x,
     w,
+    scales,
     bias,
     norm,
     residual,
@@ -150,6 +197,9 @@ def _rows(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BYTES: tl.constexpr,
+    ASM: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -157,6 +207,8 @@ def _rows(
     ACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """BYTES: numbers of W have 8 bits, and each row a scale; GROUP: 4 bits, and as many share a scale and a zero."""
+    COLUMNS: tl.constexpr = K // 2 if GROUP else K
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -165,33 +217,53 @@ def _rows(
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     square = tl.zeros([BLOCK_M], tl.float32)
-    for k0 in tl.static_range(0, K, BLOCK_K):
-        k = (k0 + tl.arange(0, BLOCK_K))[None, :]
-        a = _tile(w, at[:, None], k, K, BLOCK_K)
+    for k0 in tl.static_range(0, COLUMNS, BLOCK_K):
+        c = _columns(k0, BLOCK_K, BYTES)
+        k, scale, zero, more, nothing, total, rest = c, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0
+        a = _tile(w, _along(at, BYTES), c, COLUMNS, BLOCK_K)
         if GATED:
-            b = _tile(w, (at + n_out)[:, None], k, K, BLOCK_K)
+            b = _tile(w, _along(at + n_out, BYTES), c, COLUMNS, BLOCK_K)
+        if GROUP:
+            half: tl.constexpr = GROUP // 2
+            k = c // half * GROUP + c % half
+            each = (k0 + 8 * tl.arange(0, BLOCK_K // 8))[None, :]
+            here, each = each < COLUMNS, at[:, None] * (K // GROUP) + each // half
+            scale, zero = _pair(scales, each, here)
+            if GATED:
+                each += n_out.to(tl.int64) * (K // GROUP)
+                more, nothing = _pair(scales, each, here)
         if NORM:
-            if K % BLOCK_K == 0:
-                g = tl.load(norm + k).to(tl.float32) + shift
-            else:
-                g = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32) + shift
+            g = _read(norm, k, c, COLUMNS, BLOCK_K) + shift
+            if GROUP:
+                h = _read(norm + half, k, c, COLUMNS, BLOCK_K) + shift
         if PDL and k0 == 0:
             tl.extra.cuda.gdc_wait()  # only now x must be there
         for i in tl.static_range(M):
-            if K % BLOCK_K == 0:
-                xi = tl.load(x + i * K + k).to(tl.float32)
-            else:
-                xi = tl.load(x + i * K + k, mask=k < K, other=0.0).to(tl.float32)
+            xi = _read(x + i * K, k, c, COLUMNS, BLOCK_K)
+            if GROUP:
+                rest = _read(x + i * K + half, k, c, COLUMNS, BLOCK_K)
             mine = m == i
             if NORM:
-                square += tl.where(mine, tl.sum(tl.sum(xi * xi, 1), 0), 0.0)
+                both = xi * xi
+                if GROUP:
+                    both += rest * rest
+                    rest = rest * h
+                square += tl.where(mine, tl.sum(both), 0.0)
                 xi = xi * g
-            acc += tl.where(mine[:, None], tl.sum(a * xi, 1)[None, :], 0.0)
+            if GROUP:
+                total = tl.sum(xi + rest, 2)
+            dots = _dots(a, xi, rest, scale, zero, total, GROUP, BYTES, ASM)
+            acc += tl.where(mine[:, None], dots[None, :], 0.0)
             if GATED:
-                up += tl.where(mine[:, None], tl.sum(b * xi, 1)[None, :], 0.0)
+                dots = _dots(b, xi, rest, more, nothing, total, GROUP, BYTES, ASM)
+                up += tl.where(mine[:, None], dots[None, :], 0.0)
+    if BYTES and not GROUP:
+        acc *= tl.load(scales + at)[None, :]
+        if GATED:
+            up *= tl.load(scales + at + n_out)[None, :]
     if NORM:
-        scale = tl.rsqrt(square / K + eps)[:, None]
-        acc, up = acc * scale, up * scale
+        by = tl.rsqrt(square / K + eps)[:, None]
+        acc, up = acc * by, up * by
     if BIAS:
         acc += tl.load(bias + at).to(tl.float32)[None, :]
         if GATED:
@@ -224,9 +296,12 @@ def launch(x: Tensor) -> tuple[bool, dict[str, bool]]:
     return pdl, {"launch_pdl": True} if pdl else {}
 
 
-def shape(k: int, n: int, gated: bool) -> tuple[int, int, int]:
+def shape(k: int, n: int, gated: bool, packed: bool = False) -> tuple[int, int, int]:
     """Rows of W a program, elements of K a step, warps: 64 numbers of W a thread on the way at once; where the last
-    step would be mostly empty, smaller ones."""
+    step would be mostly empty, smaller ones. `packed`: bytes, twice as many."""
+    if packed:
+        block_n, block_k, warps = shape(k, n, gated)
+        return 2 * block_n, block_k, warps
     if (k, n, gated) in SHAPES:
         return SHAPES[k, n, gated]
     block_k = min(1 << (k - 1).bit_length(), 8192)
@@ -240,7 +315,7 @@ def shape(k: int, n: int, gated: bool) -> tuple[int, int, int]:
 
 def fused(
     x: Tensor,
-    w: Tensor,
+    w: Weight,
     bias: Tensor | None = None,
     *,
     norm: Rms | None = None,
@@ -253,13 +328,16 @@ def fused(
     rows, k = x.shape
     n = len(w) // 2 if gated else len(w)
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-    block_n, block_k, warps = blocks or shape(k, n, gated)
+    matrix, scales, group = as_read(w)
+    packed = isinstance(w, Packed)
+    block_n, block_k, warps = blocks or shape(matrix.shape[1], n, gated, packed)
     pdl, extra = launch(x)
     _rows[(triton.cdiv(n, block_n),)](
         x,
-        w,
-        w if bias is None else bias,
-        w if norm is None else norm[0],
+        matrix,
+        scales,
+        x if bias is None else bias,
+        x if norm is None else norm[0],
         x if residual is None else residual,
         y,
         n,
@@ -269,6 +347,9 @@ def fused(
         BLOCK_M=1 << (rows - 1).bit_length(),
         BLOCK_N=block_n,
         BLOCK_K=block_k,
+        GROUP=group,
+        BYTES=packed,
+        ASM=x.is_cuda,
         NORM=norm is not None,
         GATED=gated,
         BIAS=bias is not None,
@@ -289,9 +370,14 @@ def ready(x: Tensor) -> bool:
     return triton is not None and SWITCH["triton"] and (x.is_cuda or SWITCH["interpreted"])
 
 
+def said(w: Weight) -> str:
+    """What a key says of a packed weight."""
+    return f" {w.kind} {w.group}" if isinstance(w, Packed) else ""
+
+
 def linear(
     x: Tensor,
-    w: Tensor,
+    w: Weight,
     bias: Tensor | None = None,
     *,
     norm: Rms | None = None,
@@ -306,5 +392,5 @@ def linear(
     ours, plain = (lambda w, f=f: f(x, w, **more) for f in (fused, reference))
     if not (few and whole and ready(x)):
         return plain(w)
-    key = f"linear {tuple(x.shape)} {len(w)} {norm is not None} {act} {gated} {x.dtype}"
+    key = f"linear {tuple(x.shape)} {len(w)} {norm is not None} {act} {gated} {x.dtype}{said(w)}"
     return ours(w) if fastest(key, w, {"ours": ours, "torch": plain}) == "ours" else plain(w)
