@@ -209,6 +209,7 @@ def _rows(
 ):
     """BYTES: numbers of W have 8 bits, and each row a scale; GROUP: 4 bits, and as many share a scale and a zero."""
     COLUMNS: tl.constexpr = K // 2 if GROUP else K
+    HALF: tl.constexpr = GROUP // 2  # bytes of a group
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -224,10 +225,9 @@ def _rows(
         if GATED:
             b = _tile(w, _along(at + n_out, BYTES), c, COLUMNS, BLOCK_K)
         if GROUP:
-            half: tl.constexpr = GROUP // 2
-            k = c // half * GROUP + c % half
+            k = c // HALF * GROUP + c % HALF
             each = (k0 + 8 * tl.arange(0, BLOCK_K // 8))[None, :]
-            here, each = each < COLUMNS, at[:, None] * (K // GROUP) + each // half
+            here, each = each < COLUMNS, at[:, None] * (K // GROUP) + each // HALF
             scale, zero = _pair(scales, each, here)
             if GATED:
                 each += n_out.to(tl.int64) * (K // GROUP)
@@ -235,13 +235,13 @@ def _rows(
         if NORM:
             g = _read(norm, k, c, COLUMNS, BLOCK_K) + shift
             if GROUP:
-                h = _read(norm + half, k, c, COLUMNS, BLOCK_K) + shift
+                h = _read(norm + HALF, k, c, COLUMNS, BLOCK_K) + shift
         if PDL and k0 == 0:
             tl.extra.cuda.gdc_wait()  # only now x must be there
         for i in tl.static_range(M):
             xi = _read(x + i * K, k, c, COLUMNS, BLOCK_K)
             if GROUP:
-                rest = _read(x + i * K + half, k, c, COLUMNS, BLOCK_K)
+                rest = _read(x + i * K + HALF, k, c, COLUMNS, BLOCK_K)
             mine = m == i
             if NORM:
                 both = xi * xi
@@ -296,12 +296,9 @@ def launch(x: Tensor) -> tuple[bool, dict[str, bool]]:
     return pdl, {"launch_pdl": True} if pdl else {}
 
 
-def shape(k: int, n: int, gated: bool, packed: bool = False) -> tuple[int, int, int]:
+def shape(k: int, n: int, gated: bool) -> tuple[int, int, int]:
     """Rows of W a program, elements of K a step, warps: 64 numbers of W a thread on the way at once; where the last
-    step would be mostly empty, smaller ones. `packed`: bytes, twice as many."""
-    if packed:
-        block_n, block_k, warps = shape(k, n, gated)
-        return 2 * block_n, block_k, warps
+    step would be mostly empty, smaller ones."""
     if (k, n, gated) in SHAPES:
         return SHAPES[k, n, gated]
     block_k = min(1 << (k - 1).bit_length(), 8192)
@@ -311,6 +308,12 @@ def shape(k: int, n: int, gated: bool, packed: bool = False) -> tuple[int, int, 
     warps = 8 if n >= 16384 or block_k == 8192 else 4
     block_n = max(1, 2048 * warps // block_k // (2 if gated else 1))
     return block_n, block_k, warps
+
+
+def packed_shape(w: Packed, rows: int, gated: bool) -> tuple[int, int, int]:
+    """The same for a packed W: elements are bytes, for one row twice as many."""
+    block_n, block_k, warps = shape(w.q.shape[1], len(w) // (1 + gated), gated)
+    return block_n * (2 if rows == 1 else 1), block_k, warps
 
 
 def fused(
@@ -329,8 +332,9 @@ def fused(
     n = len(w) // 2 if gated else len(w)
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     matrix, scales, group = as_read(w)
-    packed = isinstance(w, Packed)
-    block_n, block_k, warps = blocks or shape(matrix.shape[1], n, gated, packed)
+    if isinstance(w, Packed):
+        blocks = blocks or packed_shape(w, rows, gated)
+    block_n, block_k, warps = blocks or shape(k, n, gated)
     pdl, extra = launch(x)
     _rows[(triton.cdiv(n, block_n),)](
         x,
@@ -348,7 +352,7 @@ def fused(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         GROUP=group,
-        BYTES=packed,
+        BYTES=isinstance(w, Packed),
         ASM=x.is_cuda,
         NORM=norm is not None,
         GATED=gated,
