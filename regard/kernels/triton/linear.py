@@ -127,32 +127,58 @@ def _ahead(at, size):
 
 
 @jit
-def _tile(w, n, c, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Rows n and columns c of w."""
-    if COLUMNS % BLOCK_K == 0:
-        return tl.load(w + n * COLUMNS + c, eviction_policy="evict_first")
-    else:
-        here = c < COLUMNS
-        return tl.load(w + n * COLUMNS + c, mask=here, other=0.0, eviction_policy="evict_first")
-
-
-@jit
-def _along(n, BYTES: tl.constexpr):
-    """(N) beside columns: (N 1), or (N 1 1)."""
-    if BYTES:
-        return n[:, None, None]
-    else:
-        return n[:, None]
-
-
-@jit
 def _columns(k0, BLOCK_K: tl.constexpr, BYTES: tl.constexpr):
-    """From k0 on: (1 K). Of bytes by eights (1 K/8 8), which a thread has, as it has eight numbers of x."""
+    """From k0 on: (1 K). Of bytes by eights (K/8 8), which a thread has, as it has eight numbers of x."""
     if BYTES:
-        each = k0 + 8 * tl.arange(0, BLOCK_K // 8)
-        return each[None, :, None] + tl.arange(0, 8)[None, None, :]
+        return (k0 + 8 * tl.arange(0, BLOCK_K // 8))[:, None] + tl.arange(0, 8)[None, :]
     else:
         return (k0 + tl.arange(0, BLOCK_K))[None, :]
+
+
+@jit
+def _laid(first, end, k0, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Rows from `first` on and eights of columns from k0 on, end to end, (N K/8) each: were they two axes, it would be
+    the compiler's choice whether a thread's neighbours have the next columns, as they should, or the next row."""
+    EACH: tl.constexpr = BLOCK_K // 8
+    each = tl.arange(0, BLOCK_N * EACH)
+    return tl.minimum(first + each // EACH, end - 1).to(tl.int64), k0 + 8 * (each % EACH)
+
+
+@jit
+def _eights(w, n, c, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Bytes of what is `_laid`, (N K/8 8)."""
+    at = (n * COLUMNS + c)[:, None] + tl.arange(0, 8)[None, :]
+    if COLUMNS % BLOCK_K == 0:
+        tile = tl.load(w + at, eviction_policy="evict_first")
+    else:
+        here = (c < COLUMNS)[:, None]
+        tile = tl.load(w + at, mask=here, other=0.0, eviction_policy="evict_first")
+    return tl.reshape(tile, [BLOCK_N, BLOCK_K // 8, 8])
+
+
+@jit
+def _scales(
+    scales,
+    n,
+    c,
+    COLUMNS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Scales and zeros of the same, (N K/8); HALF: bytes of a group."""
+    scale, zero = _pair(scales, n * (COLUMNS // HALF) + c // HALF, c < COLUMNS)
+    SIZE: tl.constexpr = [BLOCK_N, BLOCK_K // 8]
+    return tl.reshape(scale, SIZE), tl.reshape(zero, SIZE)
+
+
+@jit
+def _tile(w, n, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Rows n (N 1) and columns k (1 K) of w."""
+    if K % BLOCK_K == 0:
+        return tl.load(w + n * K + k, eviction_policy="evict_first")
+    else:
+        return tl.load(w + n * K + k, mask=k < K, other=0.0, eviction_policy="evict_first")
 
 
 @jit
@@ -219,19 +245,26 @@ def _rows(
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     square = tl.zeros([BLOCK_M], tl.float32)
     for k0 in tl.static_range(0, COLUMNS, BLOCK_K):
-        c = _columns(k0, BLOCK_K, BYTES)
-        k, scale, zero, more, nothing, total, rest = c, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0
-        a = _tile(w, _along(at, BYTES), c, COLUMNS, BLOCK_K)
-        if GATED:
-            b = _tile(w, _along(at + n_out, BYTES), c, COLUMNS, BLOCK_K)
-        if GROUP:
-            k = c // HALF * GROUP + c % HALF
-            each = (k0 + 8 * tl.arange(0, BLOCK_K // 8))[None, :]
-            here, each = each < COLUMNS, at[:, None] * (K // GROUP) + each // HALF
-            scale, zero = _pair(scales, each, here)
+        scale, zero, more, nothing, total, rest = 1.0, 0.0, 1.0, 0.0, 0.0, 0.0
+        if BYTES:
+            first = tl.program_id(0) * BLOCK_N
+            row, column = _laid(first, n_out, k0, BLOCK_N, BLOCK_K)
+            a = _eights(w, row, column, COLUMNS, BLOCK_N, BLOCK_K)
+            if GROUP:
+                scale, zero = _scales(scales, row, column, COLUMNS, BLOCK_N, BLOCK_K, HALF)
             if GATED:
-                each += n_out.to(tl.int64) * (K // GROUP)
-                more, nothing = _pair(scales, each, here)
+                b = _eights(w, row + n_out, column, COLUMNS, BLOCK_N, BLOCK_K)
+                if GROUP:
+                    more, nothing = _scales(
+                        scales, row + n_out, column, COLUMNS, BLOCK_N, BLOCK_K, HALF
+                    )
+            c = (k0 + 8 * tl.arange(0, BLOCK_K // 8))[:, None] + tl.arange(0, 8)[None, :]
+        else:
+            c = (k0 + tl.arange(0, BLOCK_K))[None, :]
+            a = _tile(w, at[:, None], c, K, BLOCK_K)
+            if GATED:
+                b = _tile(w, (at + n_out)[:, None], c, K, BLOCK_K)
+        k = c // HALF * GROUP + c % HALF if GROUP else c
         if NORM:
             g = _read(norm, k, c, COLUMNS, BLOCK_K) + shift
             if GROUP:
@@ -251,7 +284,10 @@ def _rows(
                 square += tl.where(mine, tl.sum(both), 0.0)
                 xi = xi * g
             if GROUP:
-                total = tl.sum(xi + rest, 2)
+                total = tl.sum(xi + rest, 1)[None, :]
+                rest = rest[None, :, :]
+            if BYTES:
+                xi = xi[None, :, :]
             dots = _dots(a, xi, rest, scale, zero, total, GROUP, BYTES, ASM)
             acc += tl.where(mine[:, None], dots[None, :], 0.0)
             if GATED:

@@ -73,11 +73,11 @@ def _eight(p, kind: tl.constexpr, ASM: tl.constexpr):
         # Sign, exponent and mantissa move to where bf16 has them, whose exponent is 120 more: a GPU widens e4m3 by way
         # of fp16, four times as slow.
         return tl.inline_asm_elementwise(
-            """{ .reg .b32 t, u, by; mov.b32 by, 0x7B807B80;
+            """{ .reg .b32 t, u, by, none; mov.b32 by, 0x7B807B80; mov.b32 none, 0x80008000;
             prmt.b32 t, $2, 0, 0x1404; shr.u32 u, t, 4; and.b32 u, u, 0x07F007F0;
-            lop3.b32 u, t, 0x80008000, u, 0xEA; mul.rn.bf16x2 $0, u, by;
+            lop3.b32 u, t, 0x80008000, u, 0xEA; fma.rn.bf16x2 $0, u, by, none;
             prmt.b32 t, $2, 0, 0x3424; shr.u32 u, t, 4; and.b32 u, u, 0x07F007F0;
-            lop3.b32 u, t, 0x80008000, u, 0xEA; mul.rn.bf16x2 $1, u, by; }""",
+            lop3.b32 u, t, 0x80008000, u, 0xEA; fma.rn.bf16x2 $1, u, by, none; }""",
             "=&r,=&r,r",
             [p],
             dtype=tl.bfloat16,
