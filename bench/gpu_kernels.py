@@ -463,9 +463,8 @@ def few_packed(
     more: dict[str, Any] = {"act": "silu" if gated else "", "gated": gated}
     more["norm"] = (g, 1e-5, 0.0) if norm else None
     columns = w[0].shape[1] if full else w[0].q.shape[1]
-    usual = (
-        gpu_linear.shape(columns, n, gated) if full else gpu_linear.shape(columns, n, gated, True)
-    )
+    usual = gpu_linear.shape(columns, n, gated)
+    usual = usual if full else gpu_linear.packed_shape(w[0], len(x), gated)
     tried = [usual]
     if sweep:
         most = 256 if len(x) == 1 else 128
