@@ -3,6 +3,8 @@
 python bench/gpu_kernels.py                 k: every kernel's error
 python bench/gpu_kernels.py --part t        sweeps the shapes of linear layers of few rows, prints the best as a table
 python bench/gpu_kernels.py --part w        the same for products of 8 and 64 rows, and attention
+python bench/gpu_kernels.py --part q        products with weights in fp8 and int4 at 1 to 256 rows; checks them;
+                                            --sweep tries other shapes of the kernels, --rows says how many rows
 python bench/gpu_kernels.py --part e        experts of 1 to 4,096 rows
 python bench/gpu_kernels.py --part l        latent attention at 32k tokens; index scores and top-2,048 at 128k
 python bench/gpu_kernels.py --part d        DSA against dense MLA at 128k tokens through regard.Engine
@@ -34,6 +36,8 @@ from regard.attention.sparse import (
 from regard.decode.engine import Engine
 from regard.decode.sequence import page_keys
 from regard.decode.settings import Request, Settings
+from regard.kernels import packed
+from regard.kernels.packed import Packed
 from regard.kernels.triton import attention as gpu_attention
 from regard.kernels.triton import experts as gpu_experts
 from regard.kernels.triton import latent as gpu_latent
@@ -300,7 +304,7 @@ def weights(n: int, k: int) -> list[torch.Tensor]:
 
 def part_t(args: argparse.Namespace) -> None:
     """The best (rows of W, elements of K, warps) for each matrix of the model, over weights larger than the cache."""
-    for rows in map(int, args.rows.split(",")):
+    for rows in map(int, (args.rows or "1").split(",")):
         for name, k, n, gated, norm in (
             ("qkv", 2048, 3072, False, True),
             ("out", 2048, 2048, False, False),
@@ -389,6 +393,121 @@ def attention_tiles() -> None:
         print(f"  attention, 64 rows of {keys} keys, (keys a step, warps, stages) us: {line}")
 
 
+# --- packed weights -----------------------------------------------------------------------------------------------
+
+# Of a Qwen3-8B: name, K, N, gated, whether few rows have a norm.
+EIGHT = (
+    ("qkv", 4096, 6144, False, True),
+    ("out", 4096, 4096, False, False),
+    ("gate|up", 4096, 12288, True, True),
+    ("down", 12288, 4096, False, False),
+)
+HEAD = ("head", 4096, 151936, False, True)
+FORMS = (("bf16", 0), ("fp8", 0), ("int4", 128), ("int4", 64), ("int4", 32))
+
+
+def part_q(args: argparse.Namespace) -> None:
+    """Products of a Qwen3-8B shape with weights in bf16, fp8 and int4 (inputs of a scale): us, TB/s of packed bytes."""
+    torch.manual_seed(0)
+    each = list(map(int, (args.rows or "1,2,4,8,16,64,256").split(",")))
+    for (kind, group), rows in itertools.product(FORMS, each):
+        sweep = args.sweep and (kind, group) in FORMS[1:3]
+        total, size = 0.0, 0
+        for name, k, n, gated, norm in (*EIGHT, HEAD):
+            if name == "head" and kind == "int4":
+                continue
+            w = packed_weights(kind, group, n * (1 + gated), k)
+            x, g = randn(rows, k), torch.ones(k).cuda().to(BF16)
+            if rows <= gpu_linear.MOST:
+                found = few_packed(x, w, g, gated, norm, sweep)
+            else:
+                found = many_packed(x, w, gated, sweep)
+            best = sorted(found, key=lambda each: each[0])[:3]
+            took, said = best[0], ", ".join(f"{t * 1e6:.1f} {b}" for t, b in best)
+            now = "" if kind == "bf16" else f"; usual {found[0][1]} {found[0][0] * 1e6:.1f}"
+            print(
+                f"    {kind} {group} m={rows} {name}: {w[0].nbytes / took[0] / 1e12:.2f} TB/s, us: {said}{now}"
+            )
+            if name != "head":
+                total, size = total + took[0], size + w[0].nbytes
+            del w
+        print(
+            f"  {kind} {group or ''} m={rows}: a layer {total * 1e6:.1f} us, {size / total / 1e12:.2f} TB/s",
+            flush=True,
+        )
+
+
+def packed_weights(kind: str, group: int, n: int, k: int) -> list[Any]:
+    """As many as no cache holds."""
+    full = randn(n, k, by=k**-0.5)
+    if kind == "bf16":
+        return [full.clone() for _ in range(max(2, COLD // full.nbytes))]
+    one = packed.pack(full, kind, group=group or None)
+    return [one.clone() for _ in range(max(2, min(64, COLD // one.nbytes)))]
+
+
+def check_packed(name: str, call: Any, plain: Any, w: Any) -> None:
+    if isinstance(w, Packed):
+        got, want = call(w).float(), plain(w.dense()).float()
+        want = want if got.dim() == want.dim() else want[None]
+        got = got.sum(0, keepdim=True) if got.dim() == 3 else got
+        if (error := ((got - want).norm() / want.norm()).item()) > 1e-2 or math.isnan(error):
+            print(f"    {name}: WRONG, {error:.1e}")
+
+
+def few_packed(
+    x: torch.Tensor, w: list[Any], g: torch.Tensor, gated: bool, norm: bool, sweep: bool
+) -> list[tuple[float, Any]]:
+    """Seconds of the usual shape of the kernel for few rows, then of others."""
+    n, full = len(w[0]) // (1 + gated), isinstance(w[0], torch.Tensor)
+    more: dict[str, Any] = {"act": "silu" if gated else "", "gated": gated}
+    more["norm"] = (g, 1e-5, 0.0) if norm else None
+    columns = w[0].shape[1] if full else w[0].q.shape[1]
+    usual = gpu_linear.shape(columns, n, gated)
+    usual = usual if full else gpu_linear.packed_shape(w[0], len(x), gated)
+    tried = [usual]
+    if sweep:
+        most = 256 if len(x) == 1 else 128
+        for b in itertools.product((1, 2, 4, 8, 16), (512, 1024, 2048, 4096), (2, 4, 8)):
+            mine = b[0] * b[1] * (1 + gated) / (32 * b[2])  # bytes of a thread
+            if 64 <= mine <= most and columns % b[1] == 0 and columns // b[1] <= 12:
+                tried.append(b)
+    found = []
+    for blocks in dict.fromkeys(tried):
+        one = partial(gpu_linear.fused, x, blocks=blocks, **more)
+        check_packed(f"{blocks}", one, partial(gpu_linear.reference, x, **more), w[0])
+        found.append((replayed([partial(one, each) for each in w], 3), blocks))
+    return found
+
+
+def many_packed(x: torch.Tensor, w: list[Any], gated: bool, sweep: bool) -> list[tuple[float, Any]]:
+    """The same of the kernel for more rows; torch's product, of packed weights that are brought back, last."""
+    more: dict[str, Any] = {"act": "silu", "gated": True} if gated else {}
+    plain = partial(gpu_linear.reference, x, **more)
+    if isinstance(w[0], torch.Tensor):
+        ours = gpu_wide.gated if gated else gpu_wide.product
+        last: tuple[Any, ...] = (None, "silu") if gated else (None, True, True)
+        calls = [partial(ours, x, each, *last) for each in w]
+        return [
+            (replayed(calls, 3), "as today"),
+            (replayed([partial(plain, each) for each in w], 3), "torch"),
+        ]
+    n, k, split, found = len(w[0]) // (1 + gated), x.shape[1], not gated and len(w[0]) < 2**16, []
+    usual = gpu_wide.packed_blocks(w[0], len(x), split, gated)
+    step, tried = usual[1], [usual]
+    for rows, count, stages in itertools.product((64, 128), (1, 2, 4), (4, 8) if sweep else ()):
+        if (split or count == 1) and w[0].q.shape[1] % (count * step) == 0:
+            tried.append((rows, step, count, stages, 4, 512))
+    for blocks in dict.fromkeys(tried):
+        one = partial(gpu_wide.parts, x, split=split, blocks=blocks, **more)
+        try:
+            check_packed(f"{blocks}", one, plain, w[0])
+            found.append((replayed([partial(one, each) for each in w], 3), blocks))
+        except Exception as error:
+            print(f"    {n} {k} {blocks}: {type(error).__name__}")
+    return [*found, (replayed([partial(plain, each) for each in w], 3), "torch")]
+
+
 def part_e(args: argparse.Namespace) -> None:
     """The chosen experts, both products and their order; the rate is that of weights that are read once."""
     for name, m, f, count, a in (("Mixtral", 4096, 14336, 8, 2), ("Qwen3-MoE", 2048, 768, 128, 8)):
@@ -409,7 +528,18 @@ def part_e(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", default="1", help="rows of x in part t")
+    parser.add_argument("--rows", help="rows of x in parts t and q")
+    parser.add_argument("--sweep", action="store_true", help="other shapes in part q")
     run_parts(
-        parser, {"k": part_k, "t": part_t, "w": part_w, "l": part_l, "d": part_d, "e": part_e}, "k"
+        parser,
+        {
+            "k": part_k,
+            "t": part_t,
+            "w": part_w,
+            "q": part_q,
+            "l": part_l,
+            "d": part_d,
+            "e": part_e,
+        },
+        "k",
     )

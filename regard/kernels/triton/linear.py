@@ -11,7 +11,6 @@ x is read once and no kernel is spent on the norm.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,16 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard.kernels.packed import Packed
 from regard.kernels.triton.measured import fastest
+from regard.kernels.triton.packed import Weight, _halves, _pair, as_read, jit, triton
 
-try:
-    # Half a second of imports, for nothing where there is no GPU and nobody interprets kernels.
-    if not torch.cuda.device_count() and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ImportError
-    import triton
+if triton is not None:
     import triton.language as tl
-except ImportError:  # the plain forms need none
-    triton = None
 
 SMS = 132  # an H200's multiprocessors
 MOST = 4  # rows of x above which torch's matrix product takes over
@@ -67,9 +62,14 @@ def rms_norm(x: Tensor, norm: Rms) -> Tensor:
     return F.rms_norm(x.to(wide), weight.shape, weight.to(wide) + shift, eps).to(x.dtype)
 
 
+def product(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
+    """x w^T + bias by torch; a packed w is brought back first."""
+    return F.linear(x, w if isinstance(w, Tensor) else w.dense(), bias)
+
+
 def reference(
     x: Tensor,
-    w: Tensor,
+    w: Weight,
     bias: Tensor | None = None,
     *,
     norm: Rms | None = None,
@@ -81,7 +81,7 @@ def reference(
     act(gate x) * up x."""
     if norm is not None:
         x = rms_norm(x, norm)
-    y = F.linear(x, w, bias)
+    y = product(x, w, bias)
     if gated:
         gate, up = y.chunk(2, -1)
         y = ACTIVATIONS[act](gate) * up
@@ -91,8 +91,6 @@ def reference(
 
 
 # --- the kernel ---------------------------------------------------------------------------------------------------
-
-jit = triton.jit if triton is not None else lambda f: f
 
 
 @jit
@@ -129,19 +127,90 @@ def _ahead(at, size):
 
 
 @jit
-def _tile(w, n, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Rows n (N 1) and columns k (1 K) of w, float32."""
-    if K % BLOCK_K == 0:
-        tile = tl.load(w + n * K + k, eviction_policy="evict_first")
+def _columns(k0, BLOCK_K: tl.constexpr, BYTES: tl.constexpr):
+    """From k0 on: (1 K). Of bytes by eights (K/8 8), which a thread has, as it has eight numbers of x."""
+    if BYTES:
+        return (k0 + 8 * tl.arange(0, BLOCK_K // 8))[:, None] + tl.arange(0, 8)[None, :]
     else:
-        tile = tl.load(w + n * K + k, mask=k < K, other=0.0, eviction_policy="evict_first")
-    return tile.to(tl.float32)
+        return (k0 + tl.arange(0, BLOCK_K))[None, :]
+
+
+@jit
+def _laid(first, end, k0, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Rows from `first` on and eights of columns from k0 on, end to end, (N K/8) each: were they two axes, it would be
+    the compiler's choice whether a thread's neighbours have the next columns, as they should, or the next row."""
+    EACH: tl.constexpr = BLOCK_K // 8
+    each = tl.arange(0, BLOCK_N * EACH)
+    return tl.minimum(first + each // EACH, end - 1).to(tl.int64), k0 + 8 * (each % EACH)
+
+
+@jit
+def _eights(w, n, c, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Bytes of what is `_laid`, (N K/8 8)."""
+    at = (n * COLUMNS + c)[:, None] + tl.arange(0, 8)[None, :]
+    if COLUMNS % BLOCK_K == 0:
+        tile = tl.load(w + at, eviction_policy="evict_first")
+    else:
+        here = (c < COLUMNS)[:, None]
+        tile = tl.load(w + at, mask=here, other=0.0, eviction_policy="evict_first")
+    return tl.reshape(tile, [BLOCK_N, BLOCK_K // 8, 8])
+
+
+@jit
+def _scales(
+    scales,
+    n,
+    c,
+    COLUMNS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Scales and zeros of the same, (N K/8); HALF: bytes of a group."""
+    scale, zero = _pair(scales, n * (COLUMNS // HALF) + c // HALF, c < COLUMNS)
+    SIZE: tl.constexpr = [BLOCK_N, BLOCK_K // 8]
+    return tl.reshape(scale, SIZE), tl.reshape(zero, SIZE)
+
+
+@jit
+def _tile(w, n, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Rows n (N 1) and columns k (1 K) of w."""
+    if K % BLOCK_K == 0:
+        return tl.load(w + n * K + k, eviction_policy="evict_first")
+    else:
+        return tl.load(w + n * K + k, mask=k < K, other=0.0, eviction_policy="evict_first")
+
+
+@jit
+def _read(x, k, c, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Numbers k of a row, in float32, where columns c are."""
+    if COLUMNS % BLOCK_K == 0:
+        return tl.load(x + k).to(tl.float32)
+    else:
+        return tl.load(x + k, mask=c < COLUMNS, other=0.0).to(tl.float32)
+
+
+@jit
+def _dots(
+    tile, x, other, scale, zero, total, GROUP: tl.constexpr, BYTES: tl.constexpr, ASM: tl.constexpr
+):
+    """Rows of a tile times x. In groups, halves of its bytes times x and `other`, whose sum is `total`: sums of eight
+    have a scale and a zero."""
+    if GROUP:
+        both = _halves(tile, 0, ASM) * x + _halves(tile, 1, ASM) * other
+        # 128 (1 + q / 128) is 136 more than q - 8.
+        return tl.sum(tl.sum(both, 2) * (scale * 128.0) + total * (zero - scale * 136.0), 1)
+    elif BYTES:
+        return tl.sum(tl.sum(tile.to(tl.float32) * x, 2), 1)
+    else:
+        return tl.sum(tile.to(tl.float32) * x, 1)
 
 
 @jit
 def _rows(
     x,
     w,
+    scales,
     bias,
     norm,
     residual,
@@ -154,6 +223,9 @@ def _rows(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BYTES: tl.constexpr,
+    ASM: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -161,6 +233,9 @@ def _rows(
     ACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """BYTES: numbers of W have 8 bits, and each row a scale; GROUP: 4 bits, and as many share a scale and a zero."""
+    COLUMNS: tl.constexpr = K // 2 if GROUP else K
+    HALF: tl.constexpr = GROUP // 2  # bytes of a group
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -169,33 +244,62 @@ def _rows(
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     square = tl.zeros([BLOCK_M], tl.float32)
-    for k0 in tl.static_range(0, K, BLOCK_K):
-        k = (k0 + tl.arange(0, BLOCK_K))[None, :]
-        a = _tile(w, at[:, None], k, K, BLOCK_K)
-        if GATED:
-            b = _tile(w, (at + n_out)[:, None], k, K, BLOCK_K)
+    for k0 in tl.static_range(0, COLUMNS, BLOCK_K):
+        scale, zero, more, nothing, total, rest = 1.0, 0.0, 1.0, 0.0, 0.0, 0.0
+        if BYTES:
+            first = tl.program_id(0) * BLOCK_N
+            row, column = _laid(first, n_out, k0, BLOCK_N, BLOCK_K)
+            a = _eights(w, row, column, COLUMNS, BLOCK_N, BLOCK_K)
+            if GROUP:
+                scale, zero = _scales(scales, row, column, COLUMNS, BLOCK_N, BLOCK_K, HALF)
+            if GATED:
+                b = _eights(w, row + n_out, column, COLUMNS, BLOCK_N, BLOCK_K)
+                if GROUP:
+                    more, nothing = _scales(
+                        scales, row + n_out, column, COLUMNS, BLOCK_N, BLOCK_K, HALF
+                    )
+            c = (k0 + 8 * tl.arange(0, BLOCK_K // 8))[:, None] + tl.arange(0, 8)[None, :]
+        else:
+            c = (k0 + tl.arange(0, BLOCK_K))[None, :]
+            a = _tile(w, at[:, None], c, K, BLOCK_K)
+            if GATED:
+                b = _tile(w, (at + n_out)[:, None], c, K, BLOCK_K)
+        k = c // HALF * GROUP + c % HALF if GROUP else c
         if NORM:
-            if K % BLOCK_K == 0:
-                g = tl.load(norm + k).to(tl.float32) + shift
-            else:
-                g = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32) + shift
+            g = _read(norm, k, c, COLUMNS, BLOCK_K) + shift
+            if GROUP:
+                h = _read(norm + HALF, k, c, COLUMNS, BLOCK_K) + shift
         if PDL and k0 == 0:
             tl.extra.cuda.gdc_wait()  # only now x must be there
         for i in tl.static_range(M):
-            if K % BLOCK_K == 0:
-                xi = tl.load(x + i * K + k).to(tl.float32)
-            else:
-                xi = tl.load(x + i * K + k, mask=k < K, other=0.0).to(tl.float32)
+            xi = _read(x + i * K, k, c, COLUMNS, BLOCK_K)
+            if GROUP:
+                rest = _read(x + i * K + HALF, k, c, COLUMNS, BLOCK_K)
             mine = m == i
             if NORM:
-                square += tl.where(mine, tl.sum(tl.sum(xi * xi, 1), 0), 0.0)
+                both = xi * xi
+                if GROUP:
+                    both += rest * rest
+                    rest = rest * h
+                square += tl.where(mine, tl.sum(both), 0.0)
                 xi = xi * g
-            acc += tl.where(mine[:, None], tl.sum(a * xi, 1)[None, :], 0.0)
+            if GROUP:
+                total = tl.sum(xi + rest, 1)[None, :]
+                rest = rest[None, :, :]
+            if BYTES:
+                xi = xi[None, :, :]
+            dots = _dots(a, xi, rest, scale, zero, total, GROUP, BYTES, ASM)
+            acc += tl.where(mine[:, None], dots[None, :], 0.0)
             if GATED:
-                up += tl.where(mine[:, None], tl.sum(b * xi, 1)[None, :], 0.0)
+                dots = _dots(b, xi, rest, more, nothing, total, GROUP, BYTES, ASM)
+                up += tl.where(mine[:, None], dots[None, :], 0.0)
+    if BYTES and not GROUP:
+        acc *= tl.load(scales + at)[None, :]
+        if GATED:
+            up *= tl.load(scales + at + n_out)[None, :]
     if NORM:
-        scale = tl.rsqrt(square / K + eps)[:, None]
-        acc, up = acc * scale, up * scale
+        by = tl.rsqrt(square / K + eps)[:, None]
+        acc, up = acc * by, up * by
     if BIAS:
         acc += tl.load(bias + at).to(tl.float32)[None, :]
         if GATED:
@@ -242,9 +346,15 @@ def shape(k: int, n: int, gated: bool) -> tuple[int, int, int]:
     return block_n, block_k, warps
 
 
+def packed_shape(w: Packed, rows: int, gated: bool) -> tuple[int, int, int]:
+    """The same for a packed W: elements are bytes, for one row twice as many."""
+    block_n, block_k, warps = shape(w.q.shape[1], len(w) // (1 + gated), gated)
+    return block_n * (2 if rows == 1 else 1), block_k, warps
+
+
 def fused(
     x: Tensor,
-    w: Tensor,
+    w: Weight,
     bias: Tensor | None = None,
     *,
     norm: Rms | None = None,
@@ -257,13 +367,17 @@ def fused(
     rows, k = x.shape
     n = len(w) // 2 if gated else len(w)
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    matrix, scales, group = as_read(w)
+    if isinstance(w, Packed):
+        blocks = blocks or packed_shape(w, rows, gated)
     block_n, block_k, warps = blocks or shape(k, n, gated)
     pdl, extra = launch(x)
     _rows[(triton.cdiv(n, block_n),)](
         x,
-        w,
-        w if bias is None else bias,
-        w if norm is None else norm[0],
+        matrix,
+        scales,
+        x if bias is None else bias,
+        x if norm is None else norm[0],
         x if residual is None else residual,
         y,
         n,
@@ -273,6 +387,9 @@ def fused(
         BLOCK_M=1 << (rows - 1).bit_length(),
         BLOCK_N=block_n,
         BLOCK_K=block_k,
+        GROUP=group,
+        BYTES=isinstance(w, Packed),
+        ASM=x.is_cuda,
         NORM=norm is not None,
         GATED=gated,
         BIAS=bias is not None,
@@ -293,9 +410,14 @@ def ready(x: Tensor) -> bool:
     return triton is not None and SWITCH["triton"] and (x.is_cuda or SWITCH["interpreted"])
 
 
+def said(w: Weight) -> str:
+    """What a key says of a packed weight."""
+    return f" {w.kind} {w.group}" if isinstance(w, Packed) else ""
+
+
 def linear(
     x: Tensor,
-    w: Tensor,
+    w: Weight,
     bias: Tensor | None = None,
     *,
     norm: Rms | None = None,
@@ -310,5 +432,5 @@ def linear(
     ours, plain = (lambda w, f=f: f(x, w, **more) for f in (fused, reference))
     if not (few and whole and ready(x)):
         return plain(w)
-    key = f"linear {tuple(x.shape)} {len(w)} {norm is not None} {act} {gated} {x.dtype}"
+    key = f"linear {tuple(x.shape)} {len(w)} {norm is not None} {act} {gated} {x.dtype}{said(w)}"
     return ours(w) if fastest(key, w, {"ours": ours, "torch": plain}) == "ours" else plain(w)

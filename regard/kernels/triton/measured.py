@@ -18,17 +18,19 @@ import torch
 from torch import Tensor
 
 from regard.kernels.c.native import _cache
+from regard.kernels.packed import Packed
 
 ON = True  # False: the first form, always
 CLEARLY = 0.97  # how much faster another than the first must be: as fast is not faster
-Form = Callable[[Tensor], Any]
+Weight = Tensor | Packed
+Form = Callable[[Any], Any]  # of a weight
 
 
 class _Thread(threading.local):
     """Whether this thread puts measuring off, and what it has met since."""
 
     def __init__(self) -> None:
-        self.puts_off, self.met = False, dict[str, tuple[Tensor, Mapping[str, Form]]]()
+        self.puts_off, self.met = False, dict[str, tuple[Weight, Mapping[str, Form]]]()
 
 
 _thread = _Thread()
@@ -55,7 +57,7 @@ def measure() -> None:
     _measure(key, *_thread.met.pop(key))
 
 
-def fastest(key: str, weight: Tensor, forms: Mapping[str, Form]) -> str:
+def fastest(key: str, weight: Weight, forms: Mapping[str, Form]) -> str:
     """The name of the fastest form of what is done with a weight: the first unless another is clearly faster. Where
     nothing can be measured, off a GPU or while a graph is being recorded, the first."""
     first = next(iter(forms))
@@ -71,7 +73,7 @@ def fastest(key: str, weight: Tensor, forms: Mapping[str, Form]) -> str:
     return name if name in forms else first
 
 
-def _measure(key: str, weight: Tensor, forms: Mapping[str, Form]) -> None:
+def _measure(key: str, weight: Weight, forms: Mapping[str, Form]) -> None:
     first, known = next(iter(forms)), table(card())
     with contextlib.suppress(torch.cuda.OutOfMemoryError):
         took = {name: seconds(call, weight) for name, call in forms.items()}
@@ -118,7 +120,7 @@ def _read() -> dict[str, dict[str, str]]:
         return {}
 
 
-def seconds(call: Form, weight: Tensor) -> float:
+def seconds(call: Form, weight: Weight) -> float:
     """Of a call in a graph of many, each of which finds its weight in the GPU's memory, not in its cache."""
     size = 2 * torch.cuda.get_device_properties(weight.device).L2_cache_size
     # Of small weights not so many that measuring takes long.

@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from regard.kernels.triton import dense
+from regard.kernels.packed import Packed
+from regard.kernels.triton import dense, linear
 from regard.kernels.triton.linear import (
     ACTIVATIONS,
     SMS,
@@ -28,14 +28,17 @@ from regard.kernels.triton.linear import (
     launch,
     ready,
     rms_norm,
+    said,
     triton,
 )
 from regard.kernels.triton.measured import Form, fastest
+from regard.kernels.triton.packed import Weight, _both, _eight, _pair, as_read
 
 if triton is not None:
     import triton.language as tl
 
 HIGHEST = 64  # rows above which torch's matrix product takes over; on Hopper, see dense.py
+HIGHEST_PACKED = 256  # the same of packed weights, which torch's product has brought back first
 
 
 # --- residual + norm ----------------------------------------------------------------------------------------------
@@ -169,9 +172,32 @@ def gate(x: Tensor, act: str, fast: bool = True) -> Tensor:
 
 
 @jit
+def _weights(
+    p,
+    scales,
+    n,
+    group,
+    COUNT: tl.constexpr,
+    kind: tl.constexpr,
+    BYTES: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """A tile of W as x is; twice. Of bytes of one group of rows n, of which each has COUNT, low and high halves."""
+    if COUNT:
+        scale, zero = _pair(scales, n * COUNT + group, n >= 0)
+        return _both(p, scale[:, None], zero[:, None], kind, ASM)
+    elif BYTES:
+        p = _eight(p, kind, ASM)
+        return p, p
+    else:
+        return p, p
+
+
+@jit
 def _parts(
     x,
     w,
+    scales,
     out,
     M,
     N,
@@ -184,17 +210,26 @@ def _parts(
     AHEAD: tl.constexpr,
     GATED: tl.constexpr,
     ACT: tl.constexpr,
+    BYTES: tl.constexpr,
+    GROUP: tl.constexpr,
+    ASM: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rows of W times all of x^T over a part of K, on tensor cores. GATED: W is [gate ; up], act(gate x) * up x."""
+    """Rows of W times all of x^T over a part of K, on tensor cores. GATED: W is [gate ; up], act(gate x) * up x. BYTES:
+    of 8 bits, and each row has a scale; GROUP: of 4 bits, BLOCK_K bytes hold so many numbers."""
     precision: tl.constexpr = "ieee" if EXACT else "tf32"
-    EACH: tl.constexpr = K // PARTS
+    kind: tl.constexpr = x.dtype.element_ty
+    HALVES: tl.constexpr = 2 if GROUP else 1
+    COUNT: tl.constexpr = K // GROUP if GROUP else 0
+    COLUMNS: tl.constexpr = K // HALVES
+    EACH: tl.constexpr = COLUMNS // PARTS
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = tl.minimum(n, N - 1).to(tl.int64)
     part = tl.program_id(1)
     m, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
-    mine = w + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + part * EACH
-    other = mine + N.to(tl.int64) * K
+    mine = w + at[:, None] * COLUMNS + part * EACH
+    other = mine + N.to(tl.int64) * COLUMNS
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if AHEAD:
@@ -202,21 +237,33 @@ def _parts(
             size = tl.zeros([BLOCK_N, 4], tl.int32) + AHEAD // 4 * (
                 w.dtype.element_ty.primitive_bitwidth // 8
             )
-            at = tl.arange(0, 4)[None, :] * (AHEAD // 4)
-            _ahead(mine + at, size)
+            ahead = tl.arange(0, 4)[None, :] * (AHEAD // 4)
+            _ahead(mine + ahead, size)
             if GATED:
-                _ahead(other + at, size)
+                _ahead(other + ahead, size)
         tl.extra.cuda.gdc_wait()
-    home_x = x + tl.minimum(m, M - 1)[None, :] * K + part * EACH + k[:, None]
+    home_x = x + tl.minimum(m, M - 1)[None, :] * K + part * (EACH * HALVES) + k[:, None]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for k0 in tl.range(0, EACH, BLOCK_K, num_stages=STAGES):
-        b = tl.load(home_x + k0)
+        b = tl.load(home_x + k0 * HALVES)
         a = tl.load(mine + k0 + k[None, :], eviction_policy="evict_first")
+        group = part * (EACH // BLOCK_K) + k0 // BLOCK_K
+        a, high = _weights(a, scales, at, group, COUNT, kind, BYTES, ASM)
         acc = tl.dot(a, b, acc, input_precision=precision)
+        if GROUP:
+            rest = tl.load(home_x + k0 * HALVES + BLOCK_K)
+            acc = tl.dot(high, rest, acc, input_precision=precision)
         if GATED:
             a = tl.load(other + k0 + k[None, :], eviction_policy="evict_first")
+            a, high = _weights(a, scales, at + N, group, COUNT, kind, BYTES, ASM)
             up = tl.dot(a, b, up, input_precision=precision)
+            if GROUP:
+                up = tl.dot(high, rest, up, input_precision=precision)
+    if BYTES and not GROUP:
+        acc *= tl.load(scales + at)[:, None]
+        if GATED:
+            up *= tl.load(scales + at + N)[:, None]
     if GATED:
         acc = _activate(acc, ACT) * up
     to = out + part.to(tl.int64) * M * N + m[None, :].to(tl.int64) * N + n[:, None]
@@ -224,9 +271,11 @@ def _parts(
     tl.store(to, acc.to(out.dtype.element_ty), mask=valid)
 
 
-def blocks_for(
-    k: int, n: int, split: bool, gated: bool = False
-) -> tuple[int, int, int, int, int, int]:
+# Rows of W a program, elements of K a step, parts of K, stages, warps, elements of a row that are asked for ahead.
+Blocks = tuple[int, int, int, int, int, int]
+
+
+def blocks_for(k: int, n: int, split: bool, gated: bool = False) -> Blocks:
     """Rows of W a program, elements of K a step, parts of K, stages, warps, and the elements of each row that are asked
     for ahead: with `split` one wave of programs."""
     block_k = 128 if k % 128 == 0 else 32 if k % 32 == 0 else 16
@@ -242,11 +291,26 @@ def blocks_for(
     return block_n, block_k, parts, 4, 4, 512 if split else 0
 
 
+def packed_blocks(w: Packed, rows: int, split: bool, gated: bool) -> Blocks:
+    """The same for a packed W: elements are bytes, of 4 bits those of a group."""
+    n, columns = len(w) // (1 + gated), w.q.shape[1]
+    block_k = w.group // 2 or (128 if columns % 128 == 0 else 16)
+    block_n = 128 if rows > 16 and not gated and n >= 64 * SMS else 64
+    count = 1
+    while split and count < 8 and -(-n // block_n) * count * 2 <= 3 * SMS:
+        if columns % (count * 2 * block_k):
+            break
+        count *= 2
+    # As many bytes on their way as there is room for beside x.
+    room = block_k * (block_n * (1 + gated) + max(16, rows) * (4 if w.group else 2))
+    return block_n, block_k, count, max(2, min(8, 160_000 // room)), 8 if rows > 64 else 4, 512
+
+
 def parts(
     x: Tensor,
-    w: Tensor,
+    w: Weight,
     split: bool = True,
-    blocks: tuple[int, int, int, int, int, int] | None = None,
+    blocks: Blocks | None = None,
     *,
     act: str = "",
     gated: bool = False,
@@ -254,6 +318,9 @@ def parts(
     """x (m k) w^T (n k) in parts (s m n), float32, whose sum is the product; without `split` one, as x is, which may be
     `gated`: act(gate) * up of w = [gate ; up]. See test_gpu_parts_sum_to_the_product."""
     (m, k), n = x.shape, len(w) // 2 if gated else len(w)
+    matrix, scales, group = as_read(w)
+    if isinstance(w, Packed):
+        blocks = blocks or packed_blocks(w, m, split, gated)
     block_n, block_k, count, stages, warps, ahead = blocks or blocks_for(k, n, split, gated)
     stages = min(stages, 2) if x.element_size() == 4 else stages  # shared memory
     kind = x.dtype if count == 1 else torch.float32
@@ -261,7 +328,8 @@ def parts(
     pdl, extra = launch(x)
     _parts[(triton.cdiv(n, block_n), count)](
         x,
-        w,
+        matrix,
+        scales,
         out,
         m,
         n,
@@ -271,9 +339,12 @@ def parts(
         BLOCK_K=block_k,
         PARTS=count,
         STAGES=stages,
-        AHEAD=min(ahead, k // count // 32 * 32),
+        AHEAD=min(ahead, matrix.shape[1] // count // 64 * 64),
         GATED=gated,
         ACT=act,
+        BYTES=isinstance(w, Packed),
+        GROUP=group,
+        ASM=x.dtype == torch.bfloat16 and x.is_cuda,
         EXACT=x.dtype == torch.float32,
         PDL=pdl,
         num_warps=warps,
@@ -283,38 +354,40 @@ def parts(
 
 
 def chosen(
-    x: Tensor, w: Tensor, plain: Form, may: bool, split: bool = False, act: str | None = None
+    x: Tensor, w: Weight, plain: Form, may: bool, split: bool = False, act: str | None = None
 ) -> Tensor:
     """x by w as `plain` has it, or where it `may` be by `parts`, of Hopper its own: whichever is faster here. `act` is
     that of a gate."""
-    fits = len(x) <= dense.HIGHEST and w.shape[1] % 16 == 0 and x.dtype == w.dtype
+    full = isinstance(w, Tensor)
+    most = HIGHEST if full else HIGHEST_PACKED
+    fits = len(x) <= max(most, dense.HIGHEST) and w.shape[1] % 16 == 0 and x.dtype == w.dtype
     fits = fits and x.is_contiguous() and w.is_contiguous() and SWITCH["wide"]
     if not (may and fits and ready(x)):
         return plain(w)
     more: Any = {"act": act or "", "gated": act is not None}
     forms: dict[str, Form] = {"torch": plain}
-    if len(x) <= HIGHEST:
+    if len(x) <= most:
         forms = {"ours": partial(parts, x, split=split, **more), **forms}
-    fits = act in (None, "silu") and x.data_ptr() % 16 == w.data_ptr() % 16 == 0
+    fits = full and act in (None, "silu") and x.data_ptr() % 16 == w.data_ptr() % 16 == 0
     if fits and dense.hopper(x):
         count = blocks_for(w.shape[1], len(w) // (1 + more["gated"]), split, more["gated"])[2]
         forms = {"hopper": partial(dense.parts, x, count=count, gated=more["gated"]), **forms}
     # Numbers of rows up to a power of two are one: what is measured once serves all of them.
     rows = triton.next_power_of_2(len(x))
-    key = f"rows {(rows, x.shape[1])} {len(w)} {split} {act} {x.dtype}"
+    key = f"rows {(rows, x.shape[1])} {len(w)} {split} {act} {x.dtype}{said(w)}"
     name = fastest(key, w, forms)
     y = forms[name](w)
     return y if split or name == "torch" else y[0]
 
 
 def product(
-    x: Tensor, w: Tensor, bias: Tensor | None, fast: bool = True, split: bool = False
+    x: Tensor, w: Weight, bias: Tensor | None, fast: bool = True, split: bool = False
 ) -> Tensor:
     """x w^T + bias (m n); with `split` perhaps as parts (s m n)."""
-    return chosen(x, w, lambda w: F.linear(x, w, bias), fast and bias is None, split)
+    return chosen(x, w, lambda w: linear.product(x, w, bias), fast and bias is None, split)
 
 
-def gated(x: Tensor, w: Tensor, bias: Tensor | None, act: str, fast: bool = True) -> Tensor:
+def gated(x: Tensor, w: Weight, bias: Tensor | None, act: str, fast: bool = True) -> Tensor:
     """act(gate) * up of x by w = [gate ; up] (2n k)."""
-    plain = lambda w: gate(F.linear(x, w, bias), act, fast)  # noqa: E731
+    plain = lambda w: gate(linear.product(x, w, bias), act, fast)  # noqa: E731
     return chosen(x, w, plain, fast and bias is None, act=act)

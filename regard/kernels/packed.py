@@ -1,0 +1,152 @@
+"""Weights for a GPU in 8 or 4 bits: how they are rounded, how they lie, and what comes back.
+
+    python bench/gpu_kernels.py --part q      times products with them against full ones
+    python bench/quality.py quantised         what they cost a model
+
+The plain forms; regard/kernels/triton/packed.py reads the same bytes in the products' kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.kernels.linear import TILE, range_of
+
+KINDS = ("fp8", "int4")
+GROUPS = (128, 64, 32)  # inputs that share a scale in 4 bits: the first that divides them
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0  # number of e4m3
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """W (n k) in fewer bits. What is computed with it is what `dense` would give.
+
+    fp8: q (n k) in e4m3, w = q scale, a float32 scale for each output (n).
+    int4: w = (q - 8) scale + zero, a bf16 scale and zero for each output and group of inputs (n k/group 2). Of the
+    bytes of a group, byte j holds input j in its low half, and input j + group/2 in its high half."""
+
+    q: Tensor
+    scales: Tensor
+    dtype: torch.dtype  # of the weight it was made of
+
+    @property
+    def kind(self) -> str:
+        return "fp8" if self.q.dtype == E4M3 else "int4"
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale and a zero; 0 where an output has one scale."""
+        return 0 if self.kind == "fp8" else 2 * self.q.shape[1] // self.scales.shape[1]
+
+    @property
+    def shape(self) -> torch.Size:
+        n, k = self.q.shape
+        return torch.Size((n, k if self.kind == "fp8" else 2 * k))
+
+    def __len__(self) -> int:
+        return len(self.q)
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.q.is_cuda
+
+    @property
+    def nbytes(self) -> int:
+        return self.q.nbytes + self.scales.nbytes
+
+    def is_contiguous(self) -> bool:
+        return self.q.is_contiguous() and self.scales.is_contiguous()
+
+    def clone(self) -> Packed:
+        return Packed(self.q.clone(), self.scales.clone(), self.dtype)
+
+    def dense(self, dtype: torch.dtype | None = None) -> Tensor:
+        """W (n k)."""
+        dtype = dtype or self.dtype
+        if self.is_cuda and not torch.compiler.is_compiling():
+            from regard.kernels.triton import packed  # slow to import
+
+            return packed.dense(self, dtype)
+        return unpacked(self, dtype)
+
+
+def unpacked(w: Packed, dtype: torch.dtype) -> Tensor:
+    """W (n k), in torch."""
+    if w.kind == "fp8":
+        return (w.q.float() * w.scales[:, None]).to(dtype)
+    both = torch.stack([w.q & 15, w.q >> 4], 1).unflatten(-1, (-1, w.group // 2))  # n 2 k/g g/2
+    scale, zero = w.scales.float()[:, :, None].unbind(-1)  # n k/g 1
+    q = both.transpose(1, 2).flatten(2).float() - 8
+    return (q * scale + zero).flatten(1).to(dtype)
+
+
+def group_of(k: int) -> int:
+    """How many of k inputs share a scale in 4 bits; 0 if no such number divides them."""
+    return next((group for group in GROUPS if k % group == 0), 0)
+
+
+def possible(kind: str, shape: Sequence[int]) -> bool:
+    """Whether a weight of this shape can be held so."""
+    return len(shape) == 2 and shape[1] % 16 == 0 and (kind == "fp8" or group_of(shape[1]) > 0)
+
+
+@torch.no_grad()
+def pack(weight: Tensor, kind: str, back: Tensor | None = None, group: int | None = None) -> Packed:
+    """W (n k) in fewer bits. `back`: how it rounds (`feedback` of regard/kernels/linear.py), without it to the
+    nearest."""
+    assert possible(kind, weight.shape), (kind, weight.shape)
+    if kind == "fp8":
+        return Packed(*eights(weight, back), weight.dtype)
+    group = group or group_of(weight.shape[1])
+    q, scales = fours(weight, group, back)
+    low, high = q.unflatten(1, (-1, 2, group // 2)).unbind(2)
+    return Packed((low | high << 4).flatten(1), scales, weight.dtype)
+
+
+def tiles(w: Tensor) -> Tensor:
+    """W (n k) in float32 with each TILE of inputs in front, (64 n k/64); the last is filled up with zeros."""
+    wide = F.pad(w.detach().float(), (0, -w.shape[1] % TILE))
+    return wide.view(len(w), -1, TILE).permute(2, 0, 1).contiguous()
+
+
+def eights(w: Tensor, back: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """W (n k) in e4m3 and its scales (n)."""
+    scale = (w.detach().float().abs().amax(1) / LARGEST).clamp(min=1e-30)
+    rest = tiles(w)
+    q = torch.empty_like(rest, dtype=E4M3)
+    for i in range(TILE):
+        q[i] = (rest[i] / scale[:, None]).clamp(-LARGEST, LARGEST).to(E4M3)
+        if back is not None:
+            off = rest[i] - q[i].float() * scale[:, None]  # n k/64
+            rest[i + 1 :] -= off * back[:, i, i + 1 :].t()[:, None]
+    whole = q.view(torch.uint8).permute(1, 2, 0).reshape(len(w), -1)[:, : w.shape[1]]
+    return whole.contiguous().view(E4M3), scale
+
+
+def fours(w: Tensor, group: int, back: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """W (n k) in 4 bits, a byte each, and its scales and zeros (n k/group 2) in bf16."""
+    n, k = w.shape
+    # Of the whole range, or the part of it that rounds best; before anything is rounded.
+    scales = range_of(w.detach().float().view(n, -1, group).permute(2, 0, 1))
+    each = scales.float().repeat_interleave(group, 1).unflatten(1, (k, 1)).flatten(2)
+    each = F.pad(each, (0, 0, 0, -k % TILE), value=1.0).view(n, -1, TILE, 2)
+    rest = tiles(w)
+    q = torch.empty_like(rest, dtype=torch.uint8)
+    for i in range(TILE):
+        scale, zero = each[:, :, i].unbind(-1)  # n k/64
+        step = ((rest[i] - zero) / scale).round_().clamp_(-8, 7)
+        q[i] = step + 8
+        if back is not None:
+            off = rest[i] - (zero + step * scale)
+            rest[i + 1 :] -= off * back[:, i, i + 1 :].t()[:, None]
+    return q.permute(1, 2, 0).reshape(n, -1)[:, :k].contiguous(), scales.contiguous()
