@@ -285,7 +285,7 @@ def _rows(
                 xi = xi * g
             if GROUP:
                 total = tl.sum(xi + rest, 1)[None, :]
-                rest = rest[None, :, :]
+                rest = rest[None, :, :]  # type: ignore[index]
             if BYTES:
                 xi = xi[None, :, :]
             dots = _dots(a, xi, rest, scale, zero, total, GROUP, BYTES, ASM)

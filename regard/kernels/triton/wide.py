@@ -358,8 +358,7 @@ def chosen(
 ) -> Tensor:
     """x by w as `plain` has it, or where it `may` be by `parts`, of Hopper its own: whichever is faster here. `act` is
     that of a gate."""
-    full = isinstance(w, Tensor)
-    most = HIGHEST if full else HIGHEST_PACKED
+    most = HIGHEST_PACKED if isinstance(w, Packed) else HIGHEST
     fits = len(x) <= max(most, dense.HIGHEST) and w.shape[1] % 16 == 0 and x.dtype == w.dtype
     fits = fits and x.is_contiguous() and w.is_contiguous() and SWITCH["wide"]
     if not (may and fits and ready(x)):
@@ -368,8 +367,8 @@ def chosen(
     forms: dict[str, Form] = {"torch": plain}
     if len(x) <= most:
         forms = {"ours": partial(parts, x, split=split, **more), **forms}
-    fits = full and act in (None, "silu") and x.data_ptr() % 16 == w.data_ptr() % 16 == 0
-    if fits and dense.hopper(x):
+    full = isinstance(w, Tensor) and x.data_ptr() % 16 == w.data_ptr() % 16 == 0
+    if full and act in (None, "silu") and dense.hopper(x):
         count = blocks_for(w.shape[1], len(w) // (1 + more["gated"]), split, more["gated"])[2]
         forms = {"hopper": partial(dense.parts, x, count=count, gated=more["gated"]), **forms}
     # Numbers of rows up to a power of two are one: what is measured once serves all of them.
