@@ -415,7 +415,9 @@ def decode(
     tile, warps, stages = tiles.get(width, (64, 4, 3))
     length = bound or row * max(page, 1)
     plain = all(x is None for x in (window, softcap, sinks, bias)) and new and not (paired or whole)
-    if plain and splits is None and table is not None and dense.suits(heads, k, angles):
+    # Of few rows and keys `_split` is as fast, and leaves the product before it more room.
+    much = b * g >= PROGRAMS or length > 256
+    if plain and much and splits is None and table is not None and dense.suits(heads, k, angles):
         n = dense.splits_for(b * g, length)
         out, part, stat = to = rooms(v, b, heads, n, d)
         turns = angles or (qkv, qkv)

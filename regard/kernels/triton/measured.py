@@ -1,6 +1,7 @@
 """Which of several forms of the same work is fastest on this GPU: measured when a shape is first met, and kept in the
-user's cache folder by the card's name and the versions, so that no constant of another card decides. Where somebody
-waits, as in a server, measuring is put off: the first form serves until `measure` is called."""
+user's cache folder by the card's name and the versions, so that no constant of another card decides. What was measured
+for usual shapes comes along (measured.json, by the card's name). Where somebody waits, as in a server, measuring is put
+off: the first form serves until `measure` is called."""
 
 from __future__ import annotations
 
@@ -91,12 +92,14 @@ def card() -> str:
 
 @functools.cache
 def table(card: str) -> dict[str, str]:
-    return dict(_read().get(card, {}))
+    along = _read(Path(__file__).with_name("measured.json")).get(card.split(",")[0], {})
+    return along | _read(_path()).get(card, {})
 
 
 def keep(card: str, key: str, name: str) -> None:
     """Beside what other processes have written since; without a folder of one's own, for this process alone."""
-    path, every = _path(), _read()
+    path = _path()
+    every = _read(path)
     every.setdefault(card, {})[key] = name
     if path is not None:
         new = path.with_suffix(f".{os.getpid()}")
@@ -110,9 +113,8 @@ def _path() -> Path | None:
     return None if folder is None else folder / "kernels.json"
 
 
-def _read() -> dict[str, dict[str, str]]:
+def _read(path: Path | None) -> dict[str, dict[str, str]]:
     """What is no table of tables of names counts as nothing."""
-    path = _path()
     try:
         every = json.loads(path.read_text()) if path is not None else {}
         return {str(c): {str(k): str(n) for k, n in rows.items()} for c, rows in every.items()}
