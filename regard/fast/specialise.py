@@ -21,6 +21,7 @@ from typing import Any, ClassVar, TypeVar
 from torch import nn
 
 from regard.attention.sparse import WideLinear
+from regard.kernels.packed import PackedLinear
 from regard.layers import Add, RMSNorm
 
 P = TypeVar("P", bound=nn.Module)
@@ -72,7 +73,7 @@ def row_of(table: Mapping[type, T], kind: type) -> T | None:
 
 
 # What fast parts know the formula of, in a plain part that holds them.
-HELD = (nn.Linear, WideLinear, nn.LayerNorm, RMSNorm, nn.Dropout, Add)
+HELD = (nn.Linear, PackedLinear, WideLinear, nn.LayerNorm, RMSNorm, nn.Dropout, Add)
 
 
 def unlike(part: nn.Module, *kinds: type[nn.Module]) -> str:

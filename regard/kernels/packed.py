@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.kernels.linear import TILE, range_of
 
@@ -150,3 +150,29 @@ def fours(w: Tensor, group: int, back: Tensor | None = None) -> tuple[Tensor, Te
             off = rest[i] - (zero + step * scale)
             rest[i + 1 :] -= off * back[:, i, i + 1 :].t()[:, None]
     return q.permute(1, 2, 0).reshape(n, -1)[:, :k].contiguous(), scales.contiguous()
+
+
+class PackedLinear(nn.Module):
+    """A linear layer that holds its weight packed, for inference. `dense` makes it whole at each call: what runs in a
+    graph reads `packed`."""
+
+    q: Tensor
+    scales: Tensor
+
+    def __init__(self, packed: Packed, bias: Tensor | None):
+        super().__init__()
+        self.register_buffer("q", packed.q)
+        self.register_buffer("scales", packed.scales)
+        self.out_features, self.in_features = packed.shape
+        self.bias, self.dtype = bias, packed.dtype
+
+    @property
+    def packed(self) -> Packed:
+        return Packed(self.q, self.scales, self.dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.packed.dense()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.packed.dense(x.dtype), self.bias)

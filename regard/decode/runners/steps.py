@@ -384,7 +384,7 @@ def why_plain(
     model: Model, backend: str = "sdpa", draft: Model | None = None, anywhere: bool = False
 ) -> str:
     """What keeps a model from a CUDA graph, or nothing. `anywhere`: off a GPU too, where its steps run as they are."""
-    if isinstance(model, Prepared):
+    if isinstance(model, Prepared) and not model.graphs:
         return f"it was prepared in {model.precision} for a CPU"
     device = next(model.parameters()).device
     if device.type != "cuda" and not anywhere:

@@ -19,7 +19,8 @@ WINDOW, SINKS = "window", "sinks"
 class TorchRunner:
     def __init__(self, forward: Forward, why: str):
         self.forward, self.why = forward, why
-        self.name = "native" if isinstance(forward.model, Prepared) else "torch"
+        native = isinstance(forward.model, Prepared) and not forward.model.graphs
+        self.name = "native" if native else "torch"
         self.streams = bool(forward.longest) and streams(forward.model)
 
     def explain(self) -> list[str]:

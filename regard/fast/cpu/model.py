@@ -10,11 +10,8 @@ token per row is turned, stored and attended to where the cache lies, in rows or
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,23 +21,24 @@ from torch import Tensor, nn
 from regard.attention.multihead import GroupedQueryAttention
 from regard.block import Block
 from regard.errors import UsageError, notice
-from regard.fast.cpu.join import ADAPTED, Join, PackedHead
+from regard.fast.cpu.join import ADAPTED, Join
 from regard.fast.cpu.native import Native
+from regard.fast.cpu.prepared import Prepared, prepared
 from regard.fast.inputs import read_by
 from regard.fast.specialise import unlike
 from regard.kernels.c import native
-from regard.kernels.c.linear import ACTIVATIONS, NativeLinear, usable
-from regard.kernels.c.rows import lse_and_topk
+from regard.kernels.c.linear import ACTIVATIONS, usable
 from regard.kernels.linear import PRECISIONS, half_is_fast
+from regard.kernels.packed import KINDS
 from regard.layers import FeedForward, LMHead
 from regard.models import Model
-from regard.models.base import last_real
 
 WORTH = 10_000_000  # parameters for which the C code is compiled if it is not yet
 
 
 def prepare(model: Model, precision: str = "fp32", *, consume: bool = False) -> Model:
-    """`model` ready to run in `precision`: fp32, bf16, int8 or int4, at any number of rows.
+    """`model` ready to run in `precision`: fp32, bf16, int8 or int4 (on a GPU fp8 too), at any number
+    of rows.
 
     fp32 is the same up to rounding. bf16 holds everything in bf16, the cache too; a CPU that does not multiply it is
     given fp32, with a notice. int8 and int4 hold linear layers in 8 or 4 bits and the rest in bf16 (in float32 on a
@@ -49,18 +47,31 @@ def prepare(model: Model, precision: str = "fp32", *, consume: bool = False) -> 
     what the layers read: the model reads 256 random tokens first. Recurrent cells keep their dtype; what is linear
     around them is packed. Logits are float32.
 
+    On a GPU fp8 and int4 are for CUDA graphs: the weights of the products in e4m3, with a scale for each output, or in
+    4 bits, with a scale and a zero for each output and group of inputs; an untied head has fp8 in both. All else stays
+    as it is.
+
     `consume` gives up the weights of `model` as they are packed, so that never both are in memory: it is of no use
     afterwards. Weights that need no change are shared with `model`. A tied head becomes a packed copy of its own, vocab
     x dim numbers beside the embedding."""
-    if precision not in PRECISIONS:
-        raise UsageError(
-            f"precision {precision!r} is unknown; choose one of {', '.join(PRECISIONS)}"
-        )
+    device = next(model.parameters()).device
+    if precision not in (*PRECISIONS, *KINDS):
+        words = ", ".join(dict.fromkeys([*PRECISIONS, *(KINDS if device.type == "cuda" else ())]))
+        raise UsageError(f"precision {precision!r} is unknown; choose one of {words}")
     if isinstance(model, Prepared):
         raise UsageError(
             f"this model is already prepared in {model.precision}; prepare the original"
         )
-    on_cpu = next(model.parameters()).is_cpu
+    if precision in KINDS and device.type == "cuda" and (model.towers or precision == "fp8"):
+        from regard.fast.cuda.quantised import quantised  # slow to import
+
+        return quantised(model, precision, consume)
+    if precision not in PRECISIONS:
+        raise UsageError(
+            f"{precision} is for a model on a GPU, this one is on {device}; "
+            f'here choose one of {", ".join(PRECISIONS)}: regard.prepare(model, "int8")'
+        )
+    on_cpu = device.type == "cpu"
     if precision == "bf16" and on_cpu and model.towers and not half_is_fast():
         notice(
             "this CPU does not multiply bf16: fp32, which is faster, is taken; int8 is the fastest here"
@@ -82,7 +93,7 @@ def prepare(model: Model, precision: str = "fp32", *, consume: bool = False) -> 
         words = "target" if model.reads_source else "embedding"
         parts["head"] = maker.head(model.head, model.get_parameter(f"{words}.weight"))
     cls: Any = type(model)
-    made = maker.copy_as(_prepared(cls), model, **parts)
+    made = maker.copy_as(prepared(Prepared, cls), model, **parts)
     made.precision, made.parts = precision, dict(maker.rows)
     if why:
         much = "products alone" if on_cpu and usable(precision) else "none"
@@ -117,52 +128,6 @@ def _stream(model: Model, precision: str) -> torch.dtype | None:
     slow = next(model.parameters()).is_cpu and not half_is_fast()
     wide = precision == "fp32" or (slow and precision != "bf16")
     return torch.float32 if wide else torch.bfloat16
-
-
-class Prepared:
-    """What a prepared model does in its own way, and refuses: its weights are packed for one machine, and rounded."""
-
-    precision: str
-
-    def save(self, path: str | Path) -> Path:
-        raise UsageError(
-            f"a model prepared in {self.precision} is for running, its weights are packed for this machine; "
-            "save the original"
-        )
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return super().logits(hidden).float()  # type: ignore[misc]
-
-    def next_best(
-        self, ids: Tensor, many: int, banned: Sequence[int], left: bool, **options: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """What `lse_and_topk` finds among the logits after the last token of each row, `many` if there are as many. A
-        head in C does not even write them."""
-        model: Any = self
-        hidden, head = last_real(model.hidden(ids, **options), None), model.head
-        native = isinstance(head, PackedHead) and isinstance(head.product, NativeLinear)
-        if native and head.softcap is None:
-            many = min(many, head.product.n - len(banned))
-            return head.product.best(head.features(hidden), many, banned, left)
-        logits = self.logits(hidden)
-        return lse_and_topk(logits, min(many, logits.shape[1] - len(banned)), banned, left)
-
-    def train(self, mode: bool = True) -> Any:
-        if mode:
-            raise UsageError(
-                "a prepared model cannot be trained; train the original and prepare it again"
-            )
-        return super().train(mode)  # type: ignore[misc]
-
-    def _apply(self, *_: Any, **__: Any) -> Any:
-        raise UsageError(
-            "packed weights cannot be moved or cast; move the original and prepare it again"
-        )
-
-
-@functools.cache
-def _prepared(cls: Any) -> Any:
-    return type(f"Prepared{cls.__name__}", (Prepared, cls), {})
 
 
 @torch.inference_mode()

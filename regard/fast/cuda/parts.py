@@ -32,6 +32,7 @@ from regard.fast.cuda.residual import (
     tensor,
 )
 from regard.kernels.fused import side_by_side
+from regard.kernels.packed import Packed
 from regard.kernels.triton import attention as gpu_attention
 from regard.kernels.triton import latent as gpu_latent
 from regard.kernels.triton import prompt as gpu_prompt
@@ -131,7 +132,7 @@ class GraphAttention(GroupedQueryAttention):
     note: str
     heads: dict[str, Any]  # how the kernels norm and turn them
 
-    def fast(self, k: Tensor) -> bool:
+    def fast(self, k: Tensor | Packed) -> bool:
         return (
             self.first.fast and self.d == self.e and gpu_attention.suits(self.h, self.g, self.d, k)
         )
@@ -340,7 +341,9 @@ class GraphLatent(LatentAttention):
                 ctx.rotate(turns, rope, out=turns)
             return y
 
-        return Asked(queries, x if self.second is None else low, new, more)
+        return Asked(
+            queries, x if self.second is None else low, new, more if more.numel() else None
+        )
 
     def project_out(self, o: Tensor, residual: Residual = None) -> Any:
         return added(self.add, self.out, o, residual)

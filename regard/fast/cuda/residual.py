@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.fast.specialise import row_of
+from regard.kernels.packed import Packed, PackedLinear
 from regard.kernels.triton.linear import ACTIVATIONS, MOST, Rms, linear, reference
 from regard.kernels.triton.wide import add_norm, gated, product
 from regard.layers import Add, RMSNorm
@@ -115,10 +116,10 @@ class LeftNorm(nn.Module):
 
 @dataclass
 class Product:
-    """Linear layers of one input as one product: act(x W^T + b) + residual, x perhaps still to be normed. `fast` is
-    whether kernels may be used."""
+    """Linear layers of one input as one product: act(x W^T + b) + residual, x perhaps still to be normed; W perhaps
+    packed. `fast` is whether kernels may be used."""
 
-    weight: Tensor
+    weight: Tensor | Packed
     bias: Tensor | None = None
     act: str = ""
     gated: bool = False
@@ -126,17 +127,18 @@ class Product:
 
     @classmethod
     def of(
-        cls, modules: Sequence[nn.Linear], act: str = "", gated: bool = False, fast: bool = True
+        cls,
+        modules: Sequence[nn.Linear | PackedLinear],
+        act: str = "",
+        gated: bool = False,
+        fast: bool = True,
     ) -> Product:
         """Linear layers that read the same x, as one."""
         bias = None
-        if any(m.bias is not None for m in modules):
-            each = [
-                m.weight.new_zeros(len(m.weight)) if m.bias is None else m.bias for m in modules
-            ]
+        if (like := next((m.bias for m in modules if m.bias is not None), None)) is not None:
+            each = [like.new_zeros(m.out_features) if m.bias is None else m.bias for m in modules]
             bias = joined(each, [m.bias for m in modules])
-        weights = [m.weight for m in modules]
-        return cls(joined(weights, weights), bias, act, gated, fast)
+        return cls(weight_of(modules), bias, act, gated, fast)
 
     def __call__(
         self,
@@ -176,6 +178,17 @@ class Product:
         return ACTIVATIONS[self.act](product(x, self.weight, self.bias, self.fast, split_k))
 
 
+def weight_of(modules: Sequence[nn.Linear | PackedLinear]) -> Tensor | Packed:
+    """The matrices of linear layers, one under the other: all of them packed, or none."""
+    packed = [m for m in modules if isinstance(m, PackedLinear)]
+    if not packed:
+        weights = [m.weight for m in modules]
+        return joined(weights, weights)
+    assert len(packed) == len(modules)
+    q, scales = [m.q for m in packed], [m.scales for m in packed]
+    return Packed(joined(q, q), joined(scales, scales), packed[0].dtype)
+
+
 def joined(parts: Sequence[Tensor], owners: Sequence[Tensor | None]) -> Tensor:
     """Matrices, or biases, one under the other. What owns them owns a view of the whole from now on."""
     first = parts[0].detach()
@@ -196,9 +209,11 @@ def joined(parts: Sequence[Tensor], owners: Sequence[Tensor | None]) -> Tensor:
     return whole
 
 
-def vocabulary(weight: Tensor, bias: Tensor | None, kernels: bool) -> Product:
+def vocabulary(weight: Tensor | Packed, bias: Tensor | None, kernels: bool) -> Product:
     """The head's product. On a GPU it has rows for a multiple of 8 tokens, without which matrix products there are
-    several times slower; those added have a logit of -infinity."""
+    several times slower; those added have a logit of -infinity. A packed one has as many."""
+    if isinstance(weight, Packed):
+        return Product(weight, bias, fast=kernels)
     if weight.is_cuda and len(weight) % 8:
         bias = lengthened(weight.new_zeros(len(weight)) if bias is None else bias, -torch.inf)
         weight = lengthened(weight, 0.0)

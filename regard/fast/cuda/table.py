@@ -27,13 +27,15 @@ from regard.fast.cuda.parts import (
     GraphLatent,
     GraphSparse,
 )
+from regard.fast.cuda.quantised import PackedHead
 from regard.fast.cuda.residual import (
     LeftNorm,
     Product,
     rms,
     vocabulary,
 )
-from regard.fast.specialise import P, Row, Specialise, direct, unlike
+from regard.fast.specialise import P, Row, Specialise, direct, row_of, unlike
+from regard.kernels.packed import Packed, PackedLinear
 from regard.kernels.triton.experts import Experts, suits
 from regard.kernels.triton.linear import ready
 from regard.layers import FeedForward, LMHead
@@ -64,7 +66,7 @@ def why_not(model: Model) -> str:
     if any(isinstance(m, LowRank | Int4Linear) for m in model.modules()):
         return "its linear layers are packed, or have adapters: merge them first"
     for part, kind in ((getattr(model, model.writer), Stack), (model.head, LMHead)):
-        if type(part) is not kind:
+        if row_of({kind: True}, type(part)) is None:
             return f"it has a {type(part).__name__}"
     blocks: Any = model.decoder.blocks if isinstance(model, EncoderDecoder) else ()
     for cross in (block.cross for block in blocks):
@@ -94,10 +96,12 @@ class Cuda(Specialise):
     def kind(self, kind: type[P]) -> type[P]:
         return direct(kind)
 
-    def product(self, *modules: nn.Linear, act: str = "", gated: bool = False) -> Product:
+    def product(
+        self, *modules: nn.Linear | PackedLinear, act: str = "", gated: bool = False
+    ) -> Product:
         return Product.of(modules, act, gated, self.kernels)
 
-    def note(self, weight: Tensor, why: str) -> str:
+    def note(self, weight: Tensor | Packed, why: str) -> str:
         """What `explain` adds where a part has no kernel."""
         return f", by torch's operations: {why}" if why and self.kernels and ready(weight) else ""
 
@@ -159,8 +163,9 @@ class Cuda(Specialise):
         new, c = self.copy_as(GraphAttention, m), m.config
         gate = [] if m.wg is None else [m.wg]
         new.first, new.out = self.product(m.wq, m.wk, m.wv, *gate), self.product(m.wo)
-        why = "" if new.fast(m.wk.weight) else f"heads of {m.d} and {m.e} features"
-        new.note = self.note(m.wk.weight, why)
+        weight = new.first.weight
+        why = "" if new.fast(weight) else f"heads of {m.d} and {m.e} features"
+        new.note = self.note(weight, why)
         norms, paired = (rms(m.q_norm), rms(m.k_norm)), bool(c.rope and c.rope.layout != "half")
         new.heads = {
             "norms": norms if m.q_norm else None,
@@ -188,7 +193,7 @@ class Cuda(Specialise):
             return self.generic(m, why)
         new = self.copy_as(GraphLatent, m)
         query = m.w_uq if m.w_dq is None else m.w_dq
-        new.first, new.first_width = self.product(query, m.w_dkv), (len(query.weight), m.c, m.r)
+        new.first, new.first_width = self.product(query, m.w_dkv), (query.out_features, m.c, m.r)
         new.second = None if m.w_dq is None else self.product(m.w_uq)
         new.out = self.product(m.wo)
         new.up = tuple(
@@ -217,7 +222,8 @@ class Cuda(Specialise):
         if why:
             return self.generic(m, why)
         new, attention = self.copy_as(GraphSparse, m), m.attention
-        if isinstance(attention, LatentAttention):
+        # A packed matrix and the indexer's, which is not, are not joined.
+        if isinstance(attention, LatentAttention) and type(attention.w_dkv) is nn.Linear:
             query = attention.w_uq if attention.w_dq is None else attention.w_dq
             new.attention.first = self.product(query, attention.w_dkv, m.indexer.wk)
         return new
@@ -226,7 +232,8 @@ class Cuda(Specialise):
         if why := unlike(m):
             return self.generic(m, why)
         new = self.copy_as(GraphDelta, m)
-        new.out, new.note = self.product(m.wo), self.note(m.wo.weight, "its state has no kernel")
+        new.out = self.product(m.wo)
+        new.note = self.note(new.out.weight, "its state has no kernel")
         return new
 
     def feed_forward(self, m: FeedForward) -> nn.Module:
@@ -265,6 +272,7 @@ def decoder(model: Model, kernels: bool = True) -> Any:
         maker.rows["Stack", "plain: the encoder reads a source once"] += 1
     new = maker.copy(model, **parts)
     own = weight if head.weight is None else head.weight
+    own = head.held.packed if isinstance(head, PackedHead) else own
     new.head.product = vocabulary(own, head.bias, kernels)
-    new.parts = dict(maker.rows)
+    new.parts = {**model.parts, **maker.rows}
     return new

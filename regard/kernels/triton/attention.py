@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from regard.kernels.triton import dense
-from regard.kernels.triton.linear import Rms, _ahead, jit, launch, ready, triton
+from regard.kernels.triton.linear import Rms, Weight, _ahead, jit, launch, ready, triton
 
 if triton is not None:
     import triton.language as tl
@@ -374,7 +374,7 @@ def merge(part: Tensor, stat: Tensor, out: Tensor) -> None:
     _merge[(b * h,)](part, stat, out, D=d, WIDTH=w, SPLITS=n, PDL=pdl, num_warps=warps, **extra)
 
 
-def suits(q_heads: int, groups: int, d: int, x: Tensor) -> bool:
+def suits(q_heads: int, groups: int, d: int, x: Weight) -> bool:
     """Whether the kernel can do it: heads of 16 to 256 features, at most 64 of them a group."""
     known = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
     return ready(x) and known and d % 8 == 0 and 16 <= d <= 256 and q_heads // groups <= 64

@@ -285,9 +285,9 @@ def _rows(
                 xi = xi * g
             if GROUP:
                 total = tl.sum(xi + rest, 1)[None, :]
-                rest = rest[None, :, :]  # type: ignore[index]
+                rest = tl.expand_dims(rest, 0)
             if BYTES:
-                xi = xi[None, :, :]
+                xi = tl.expand_dims(xi, 0)
             dots = _dots(a, xi, rest, scale, zero, total, GROUP, BYTES, ASM)
             acc += tl.where(mine[:, None], dots[None, :], 0.0)
             if GATED:
@@ -405,7 +405,7 @@ def fused(
 # --- dispatch -----------------------------------------------------------------------------------------------------
 
 
-def ready(x: Tensor) -> bool:
+def ready(x: Weight) -> bool:
     """Whether kernels can run where x is."""
     return triton is not None and SWITCH["triton"] and (x.is_cuda or SWITCH["interpreted"])
 
