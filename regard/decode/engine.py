@@ -335,7 +335,7 @@ class Engine:
 
 def rows_in(tokens: int) -> int:
     """Rows of a graph over a pool of so many tokens: a power of two."""
-    return min(MANY, max(ROWS, 1 << (tokens // TYPICAL).bit_length() - 1))
+    return min(MANY, 1 << max(ROWS, tokens // TYPICAL).bit_length() - 1)
 
 
 def source_pages(model: Model, page: int, request: Request) -> int:

@@ -1,9 +1,11 @@
 """The runner `graph` off the GPU: its steps give the tokens of the runner `torch`, in any slots, and the plain model's
 logits; tests/gpu/test_graphs.py holds graphs and kernels to the same."""
 
+import json
 import random
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -746,6 +748,36 @@ def test_faster_form_is_measured_once_and_kept(
         gpu_measured.table.cache_clear()
         assert fastest("b") == "torch"
     gpu_measured.table.cache_clear()
+
+
+def test_what_was_measured_for_a_card_comes_along(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(gpu_measured, "ALONG", tmp_path / "along.json")
+    (tmp_path / "along.json").write_text('{"A card": {"a": "ours", "b": "torch"}}')
+    (tmp_path / "regard").mkdir()
+    (tmp_path / "regard/kernels.json").write_text('{"A card, torch 9, triton 9": {"b": "ours"}}')
+    gpu_measured.table.cache_clear()
+    # What was measured here counts more.
+    assert gpu_measured.table("A card, torch 9, triton 9") == {"a": "ours", "b": "ours"}
+    assert gpu_measured.table("Another card, torch 9, triton 9") == {}
+    gpu_measured.table.cache_clear()
+
+
+def test_table_that_comes_along_is_one_of_names() -> None:
+    every = json.loads(gpu_measured.ALONG.read_text(encoding="utf-8"))
+    for rows in every.values():
+        assert rows and set(rows.values()) <= {"ours", "torch", "hopper"}
+
+
+def test_rows_of_a_graph_follow_the_memory() -> None:
+    model = regard.build("gpt2", layers=1, dim=32, heads=2, vocab=64, max_len=1024)
+    for pages, rows in ((4, 64), (127 * 64, 64), (128 * 64, 128), (10**5, 256)):
+        engine = Engine(model, runner="graph", pages=pages, page=16)
+        assert engine.graph is not None and engine.graph.rows == engine.scheduler.rows == rows
+    assert Engine(model, runner="torch", pages=10**5, page=16).scheduler.rows == 64
+    assert Engine(model, runner="graph", pages=10**5, page=16, rows=3).scheduler.rows == 3
 
 
 def test_captions_in_slots_are_the_plain_engines() -> None:

@@ -22,6 +22,7 @@ from regard.kernels.c.native import _cache
 from regard.kernels.packed import Packed
 
 ON = True  # False: the first form, always
+ALONG = Path(__file__).with_name("measured.json")
 CLEARLY = 0.97  # how much faster another than the first must be: as fast is not faster
 Weight = Tensor | Packed
 Form = Callable[[Any], Any]  # of a weight
@@ -92,7 +93,7 @@ def card() -> str:
 
 @functools.cache
 def table(card: str) -> dict[str, str]:
-    along = _read(Path(__file__).with_name("measured.json")).get(card.split(",")[0], {})
+    along = _read(ALONG).get(card.split(",")[0], {})
     return along | _read(_path()).get(card, {})
 
 
