@@ -103,14 +103,20 @@ def engine_for(
     texts = needs(len(r.ids) + r.settings.max_new_tokens for r in requests)
     read = needs(source_size(model, r) for r in requests)
     pages = s.rows * sum(texts[:each]) + sum(read[:each])
-    both = [model] if plain or draft is None else [model, draft]
-    each_token = sum(spec.numbers() for x in both for spec in x.cache_specs())
-    numbers = each_token * page * weight.element_size()
+
+    def size(of: Any) -> int:
+        """Bytes of a page."""
+        numbers = sum(spec.numbers() for spec in of.cache_specs())
+        return numbers * page * weight.element_size()
+
+    numbers = size(model)
     if plain:
         most = max(s.rows * texts[0] + read[0], TOTAL // max(1, numbers))
         how: Any = {"runner": "torch", "prefix": False, "draft": draft}
         return Engine(model, rows=rows, page=page, pages=min(pages + 2 * rows, most), **how)
-    wanted = max(LEAST, (1 << pages.bit_length()) * numbers)
+    # As many pages beside a draft model, which has its part of each, as without: the next call finds them.
+    pages = max(LEAST // max(1, numbers), 1 << pages.bit_length())
+    wanted = pages * (numbers + (0 if draft is None else size(draft)))
     memory = min(wanted, free_memory(weight.device) * 9 // 10)
     guesser = {} if draft is None else {"draft": draft}
     return Engine(model, rows=rows, page=page, memory=memory, **guesser)
