@@ -31,7 +31,7 @@ from regard.decode.runners.steps import GraphSteps, steps_of, why_plain
 from regard.decode.runners.torch import TorchRunner
 from regard.decode.scheduler import Scheduler, Snapshot
 from regard.decode.sequence import Sequence
-from regard.decode.settings import Event, Request
+from regard.decode.settings import Event, Request, Settings
 from regard.decode.sources import source_length, source_size
 from regard.errors import UsageError
 from regard.fast.cpu import Prepared
@@ -194,10 +194,11 @@ class Engine:
         """Requests in the queue, in the order in which they will be served."""
         return self.scheduler.waiting
 
-    def put_off(self) -> None:
-        """From now on a step measures no kernel and records no graph: `warm` does, when nobody waits."""
+    def put_off(self, kinds: abc.Sequence[Settings] = ()) -> None:
+        """From now on a step measures no kernel and records no graph: `warm` does, when nobody waits, for the usual
+        settings and these before they are met."""
         if self.graph is not None:
-            self.graph.steps.put_off()
+            self.graph.steps.put_off(self.graph.stepped(kinds))
 
     @property
     def cold(self) -> bool:

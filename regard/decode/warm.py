@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,12 +61,10 @@ def warm(
     first, again = (_answered(engine, _requests(model, [8])) for _ in range(2))
     if engine.graph is not None:
         steps = engine.graph.steps
-        kinds = [*USUAL, Job(model, (), {}).settings]
-        one = [Request([0], replace(s, max_new_tokens=1, min_new_tokens=0)) for s in kinds]
-        able = [r.settings for r in one if r.settings.beams == 1 and engine.graph.takes(r, False)]
+        kinds = engine.graph.stepped([*USUAL, Job(model, (), {}).settings])
         shapes = [(width, bound) for width in widths(rows) for bound in _bounds(steps.bucket, most)]
         # The first does the work of all others until they are recorded.
-        steps.want([(steps.rows, steps.length), *shapes], able)
+        steps.want([(steps.rows, steps.length), *shapes], kinds)
         while engine.warm():
             tell(f"{len(steps.recorder.wanted)} shapes of steps are left")
     for requests in _asked(engine, rows, most):

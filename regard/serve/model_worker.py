@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from regard.decode.check import written
+from regard.decode.defaults import settings_of
 from regard.decode.engine import Engine
 from regard.decode.generate import special_of
 from regard.decode.settings import Event, Request, Result, Tops
@@ -224,7 +225,8 @@ class ModelWorker:
                 more = {"backend": "ordered"}
             more |= {"rows": o.rows, "memory": memory, "patience": PATIENCE}
             self.engine = Engine(self.model, **more)
-            self.engine.put_off()
+            # What requests ask for that leave all to the model's folder.
+            self.engine.put_off([settings_of(self.model, {"temperature": 1.0, "beams": 1})(1)])
         config = self.model.origin and sorted(self.model.origin.config.items())
         about = (VERSION, torch.__version__, self.opened.precision, torch.get_num_threads(), config)
         # What an answer depends on besides the request.

@@ -99,6 +99,22 @@ def test_more_rows_do_the_work_of_fewer(watched: tuple[list[Any], list[int]]) ->
     assert keys == before and played[0] > 0
 
 
+def test_settings_that_will_be_asked_for_are_recorded_before(
+    watched: tuple[list[Any], list[int]],
+) -> None:
+    """Those of a model's folder. What no plain step serves is left to those who ask for it."""
+    keys, _ = watched
+    engine = Engine(model("gqa_rope"), runner="graph", rows=8, pages=200)
+    engine.put_off([KINDS["filtered"], KINDS["beams"], Settings(lookup=2)])
+    while engine.warm():
+        pass
+    usual = {frozenset[str](), frozenset({"temperature"})}
+    assert {key[-1] for key in keys} == {*usual, frozenset({"temperature", "top_p"})}
+    before = list(keys)
+    said(engine, 5, [KINDS["filtered"]])
+    assert keys == before and not engine.cold
+
+
 def test_without_a_server_a_step_is_recorded_when_it_is_met(
     watched: tuple[list[Any], list[int]],
 ) -> None:

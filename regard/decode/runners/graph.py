@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import abc
+from dataclasses import replace
+
 from regard.decode.batch import Reading
 from regard.decode.beam import Shape
 from regard.decode.runners.beams import BeamBatch, beam_steps
 from regard.decode.runners.slots import GraphBatch
 from regard.decode.runners.steps import GraphSteps
 from regard.decode.sampling import MOST_ENDS, RULES, uses
-from regard.decode.settings import Request
+from regard.decode.settings import Request, Settings
 from regard.fast.cuda.record import Recorder
 
 
@@ -49,6 +52,12 @@ class GraphRunner:
         used = uses(s)
         ends = len(s.eos) <= MOST_ENDS or not used & {"held", "decay"}
         return plain and fits and ends and RULES not in used and not long
+
+    def stepped(self, kinds: abc.Sequence[Settings]) -> list[Settings]:
+        """Those of some settings that steps of one token a row serve."""
+        plain = [s for s in kinds if not (s.beams > 1 or s.lookup or s.draft)]
+        one = [Request([0], replace(s, max_new_tokens=1, min_new_tokens=0)) for s in plain]
+        return [r.settings for r in one if self.takes(r, long=False)]
 
     def kind(self, request: Request, long: bool) -> Shape | None:
         return Shape.of(request.settings) if request.settings.beams > 1 else None

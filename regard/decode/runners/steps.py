@@ -66,9 +66,6 @@ class GraphSteps:
     ):  # fmt: skip
         weight: Tensor = getattr(model, model.words).weight
         self.device, self.rows, self.look, self.kernels = weight.device, rows, look, kernels
-        if weight.is_cuda:
-            # Beside the joining of weights, where no load has begun it.
-            ahead.begin()
         self.graph, self.vocab = weight.is_cuda, len(weight)
         self.fast, self.pool, self.places = fast or decoder(model, kernels), pool, rows
         self.searches: dict[Shape, Any] = {}  # for beams, by their shape: see beams.py
@@ -113,8 +110,6 @@ class GraphSteps:
         self.recorder = Recorder(self.graph, [self.state.live])
         # Where a round's log is copied to the host, while the next one begins.
         self.aside = torch.cuda.Stream(self.device) if self.graph else None
-        if weight.is_cuda:
-            ahead.begin().join()
         self.marks: list[tuple[int, int]] = []
         self.owner: Callable[[], object] = lambda: None  # a weak reference to who has it
         # Of tokens that were fed before the next choice: logits (rows V).
@@ -317,13 +312,13 @@ class GraphSteps:
     def recorders(self) -> list[Recorder]:
         return [self.recorder, *([] if self.draft is None else [self.draft.recorder])]
 
-    def put_off(self) -> None:
-        """From now on graphs wait for `warm`. Those of every number of rows are wanted: the largest first, which can do
-        the work of the others."""
+    def put_off(self, kinds: abc.Sequence[Settings] = ()) -> None:
+        """From now on graphs wait for `warm`. Those of every number of rows are wanted, for the usual settings and
+        these: the largest first, which can do the work of the others."""
         for recorder in self.recorders():
             recorder.puts_off = True
         least = ((width, self.bucket(1)) for width in widths(self.rows)[::-1])
-        self.want([(self.rows, self.length), *least], USUAL)
+        self.want([(self.rows, self.length), *least], [*USUAL, *kinds])
 
     @torch.inference_mode()
     def want(self, shapes: abc.Sequence[tuple[int, int]], kinds: abc.Sequence[Settings]) -> None:
@@ -438,6 +433,9 @@ def steps_of(
     # Its memory first.
     del kept
     weight = next(model.parameters())
+    if weight.is_cuda:
+        # Beside the joining of weights, where no load has begun it.
+        ahead.begin()
     specs = [*model.cache_specs(), *(() if draft is None else draft.cache_specs())]
     pool = Pool(specs, pages, page, weight.device, weight.dtype)
     slots = 1 << (rows - 1).bit_length()
@@ -447,6 +445,7 @@ def steps_of(
         new.draft, new.draft_model = drafting(new, draft), weakref.ref(draft)
         new.draft_marks = marks(draft)
     if new.graph:
+        ahead.begin().join()
         # Joining has moved weights.
         new.marks, _kept[model] = marks(model), new
     return new
