@@ -768,7 +768,7 @@ def test_what_was_measured_for_a_card_comes_along(
 def test_table_that_comes_along_is_one_of_names() -> None:
     every = json.loads(gpu_measured.ALONG.read_text(encoding="utf-8"))
     for rows in every.values():
-        assert rows and set(rows.values()) <= {"ours", "torch", "hopper"}
+        assert rows and set(rows.values()) <= {"ours", "ours, deep", "torch", "hopper"}
 
 
 def test_rows_of_a_graph_follow_the_memory() -> None:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.kernels.packed import Packed
-from regard.kernels.triton.measured import fastest
+from regard.kernels.triton.measured import Form, fastest
 from regard.kernels.triton.packed import Weight, _halves, _pair, as_read, jit, triton
 
 if triton is not None:
@@ -197,9 +197,10 @@ def _dots(
     """Rows of a tile times x. In groups, halves of its bytes times x and `other`, whose sum is `total`: sums of eight
     have a scale and a zero."""
     if GROUP:
-        both = _halves(tile, 0, ASM) * x + _halves(tile, 1, ASM) * other
+        # Two sums, of which each product is a part as it is made.
+        both = tl.sum(_halves(tile, 0, ASM) * x, 2) + tl.sum(_halves(tile, 1, ASM) * other, 2)
         # 128 (1 + q / 128) is 136 more than q - 8.
-        return tl.sum(tl.sum(both, 2) * (scale * 128.0) + total * (zero - scale * 136.0), 1)
+        return tl.sum(both * (scale * 128.0) + total * (zero - scale * 136.0), 1)
     elif BYTES:
         return tl.sum(tl.sum(tile.to(tl.float32) * x, 2), 1)
     else:
@@ -346,10 +347,11 @@ def shape(k: int, n: int, gated: bool) -> tuple[int, int, int]:
     return block_n, block_k, warps
 
 
-def packed_shape(w: Packed, rows: int, gated: bool) -> tuple[int, int, int]:
-    """The same for a packed W: elements are bytes, for one row twice as many."""
+def packed_shape(w: Packed, rows: int, gated: bool, many: bool = False) -> tuple[int, int, int]:
+    """The same for a packed W: elements are bytes, for one row twice as many. `many`: twice as many rows of W for what
+    a program makes of x, in twice the registers."""
     block_n, block_k, warps = shape(w.q.shape[1], len(w) // (1 + gated), gated)
-    return block_n * (2 if rows == 1 else 1), block_k, warps
+    return block_n * (2 if rows == 1 else 1) * (2 if many else 1), block_k, warps
 
 
 def fused(
@@ -433,4 +435,8 @@ def linear(
     if not (few and whole and ready(x)):
         return plain(w)
     key = f"linear {tuple(x.shape)} {len(w)} {norm is not None} {act} {gated} {x.dtype}{said(w)}"
-    return ours(w) if fastest(key, w, {"ours": ours, "torch": plain}) == "ours" else plain(w)
+    forms: dict[str, Form] = {"ours": ours, "torch": plain}
+    if isinstance(w, Packed):
+        blocks = packed_shape(w, len(x), gated, many=True)
+        forms["ours, many"] = lambda w: fused(x, w, blocks=blocks, **more)
+    return forms[fastest(key, w, forms)](w)

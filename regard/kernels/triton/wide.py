@@ -291,8 +291,9 @@ def blocks_for(k: int, n: int, split: bool, gated: bool = False) -> Blocks:
     return block_n, block_k, parts, 4, 4, 512 if split else 0
 
 
-def packed_blocks(w: Packed, rows: int, split: bool, gated: bool) -> Blocks:
-    """The same for a packed W: elements are bytes, of 4 bits those of a group."""
+def packed_blocks(w: Packed, rows: int, split: bool, gated: bool, deep: bool = False) -> Blocks:
+    """The same for a packed W: elements are bytes, of 4 bits those of a group. Weights are widened between two
+    products, so that programs must stand in for each other: three or four fit, unless they are `deep`."""
     n, columns = len(w) // (1 + gated), w.q.shape[1]
     block_k = w.group // 2 or (128 if columns % 128 == 0 else 16)
     block_n = 128 if rows > 16 and not gated and n >= 64 * SMS else 64
@@ -301,9 +302,9 @@ def packed_blocks(w: Packed, rows: int, split: bool, gated: bool) -> Blocks:
         if columns % (count * 2 * block_k):
             break
         count *= 2
-    # As many bytes on their way as there is room for beside x.
     room = block_k * (block_n * (1 + gated) + max(16, rows) * (4 if w.group else 2))
-    return block_n, block_k, count, max(2, min(8, 160_000 // room)), 8 if rows > 64 else 4, 512
+    stages = max(3 if rows <= 128 else 2, min(8, 56_000 // room)) * (2 if deep else 1)
+    return block_n, block_k, count, stages, 8 if rows > 64 else 4, 512
 
 
 def parts(
@@ -367,6 +368,9 @@ def chosen(
     forms: dict[str, Form] = {"torch": plain}
     if len(x) <= most:
         forms = {"ours": partial(parts, x, split=split, **more), **forms}
+    if isinstance(w, Packed) and len(x) <= 64:
+        blocks = packed_blocks(w, len(x), split, act is not None, deep=True)
+        forms["ours, deep"] = partial(parts, x, split=split, blocks=blocks, **more)
     full = isinstance(w, Tensor) and x.data_ptr() % 16 == w.data_ptr() % 16 == 0
     if full and act in (None, "silu") and dense.hopper(x):
         count = blocks_for(w.shape[1], len(w) // (1 + more["gated"]), split, more["gated"])[2]
