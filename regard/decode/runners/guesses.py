@@ -37,11 +37,8 @@ READ = 4096  # tokens that the host indexes while a round runs; chosen so that i
 # Passes are to bring so much more than steps. Before it has measured: of how many steps' time a pass is, and what each
 # of its tokens adds.
 MARGIN, PASS, TOKEN = 1.1, 1.2, 1 / 200
-LEAST, RAREST, TRIED = (
-    4,
-    64,
-    2,
-)  # rounds between two tries of a draft model that does not pay, and passes of one
+# Rounds between two tries of a draft model that does not pay, at first and at most; and passes of a try.
+LEAST, RAREST, TRIED = 8, 128, 2
 PIECE, TOGETHER = 1024, 16  # tokens of a text that a draft model reads at once, and texts
 
 
