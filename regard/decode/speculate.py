@@ -50,7 +50,7 @@ class Rate:
         self.tokens, self.passes = tokens, passes
 
     def note(self, tokens: float, passes: int) -> None:
-        kept = 0.9**passes
+        kept = 0.8**passes
         self.tokens, self.passes = self.tokens * kept + tokens, self.passes * kept + passes
 
     @property

@@ -45,10 +45,7 @@ def of(runner: str) -> Any:
 
 def engine_of(runner: str, kind: str) -> Engine:
     draft = model("mla") if kind == "draft" else None
-    options = dict(RUNNERS[runner])
-    if draft is not None:
-        options.pop("runner", None)
-    return Engine(of(runner), rows=16, chunk=16, draft=draft, **options)
+    return Engine(of(runner), rows=16, chunk=16, draft=draft, **RUNNERS[runner])
 
 
 def answered(engine: Engine, asked: Sequence[tuple[list[int], Settings]]) -> list[list[Result]]:

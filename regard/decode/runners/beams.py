@@ -17,7 +17,8 @@ from regard.cache import BlockTable
 from regard.decode.batch import Batch
 from regard.decode.beam import Beams, Group, Rules, Shape, select
 from regard.decode.runners.memory import by_token
-from regard.decode.runners.slots import GraphBatch, Inflight
+from regard.decode.runners.rounds import Inflight
+from regard.decode.runners.slots import GraphBatch
 from regard.decode.runners.steps import SHORTEST, Copies, GraphSteps
 from regard.decode.sampling import used_by
 from regard.decode.sequence import BROKEN, Sequence, Slot, State

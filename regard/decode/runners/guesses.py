@@ -36,11 +36,8 @@ READ = 4096  # tokens that the host indexes while a round runs; chosen so that i
 # Passes are to bring so much more than steps. Before it has measured: of how many steps' time a pass is, and what each
 # of its tokens adds.
 MARGIN, PASS, TOKEN = 1.1, 1.2, 1 / 200
-LEAST, RAREST, TRIED = (
-    4,
-    64,
-    2,
-)  # rounds between two tries of a draft model that does not pay, and passes of one
+# Rounds between two tries of a draft model that does not pay, at first and at most; and passes of a try.
+LEAST, RAREST, TRIED = 8, 128, 2
 PIECE, TOGETHER = 1024, 16  # tokens of a text that a draft model reads at once, and texts
 
 
@@ -76,6 +73,7 @@ class Guesses:
         self.rate = Rate(1.0, 1.0)
         self.rest, self.wait = 0, LEAST  # plain rounds to come, and after the next try
         self.budget = READ
+        self.awaited: dict[Any, Any] = {}  # passes whose graphs were put off
 
     # --- a pass, on the device ---
 
@@ -88,22 +86,10 @@ class Guesses:
         self.judge(self.logits(ids, bound, far), found, used, not drafts)
 
     def looked_up(self, width: int, bound: int, ahead: int) -> Tensor:
-        """What followed the end of each text where it was last: `Index.after` for all rows (w ahead). Where a text ends
-        before so many, as if it went on in a circle; where nothing is found, whatever lies there."""
-        s, every = self.steps.state.narrow(width), torch.arange(bound, device=self.steps.device)
-        pos, texts = s.pos[:, None], self.texts[:width]
-        texts.scatter_(1, pos, s.ids[:, None].int())
-        texts = texts[:, :bound]
-        same, score = torch.ones_like(texts, dtype=torch.bool), torch.zeros_like(texts)
-        for n in range(LONGEST):
-            mine = texts.gather(1, (pos - n).clamp(min=0))
-            same = same & (texts.roll(n, 1) == mine) & (every >= n)
-            score = score + same
-        # The longest run, of these the last.
-        score = torch.where((every < pos) & (score > 0), score.long() * bound + every, 0)
-        end = score.argmax(1, keepdim=True)
-        round_about = torch.arange(ahead, device=end.device) % (pos - end).clamp(min=1)
-        return texts.gather(1, (end + 1 + round_about).clamp(max=bound - 1)).long()
+        """Guesses from the rows' own texts (w ahead)."""
+        s = self.steps.state.narrow(width)
+        self.texts[:width].scatter_(1, s.pos[:, None], s.ids[:, None].int())
+        return look_up(self.texts[:width, :bound], s.pos[:, None], ahead)
 
     def drafted(self, width: int, bound: int, ahead: int) -> Tensor:
         """Greedy guesses of the draft model (w ahead), which reads all of them."""
@@ -232,6 +218,8 @@ class Guesses:
         if not (recorder.puts_off and recorder.records) or recorder.wider(key) in recorder.graphs:
             return True
         recorder.want(key, self._step, self.steps.changed)
+        width, bound, _, _, *plan = sizes
+        self.awaited[width, bound, *plan] = key
         return False
 
     # --- on the host: whether to guess ---
@@ -248,6 +236,8 @@ class Guesses:
         rates = [slot.rate.each if slot.settings.lookup else 1.0 for slot in live]
         rate = self.rate.each if draft else sum(rates) / len(rates)
         sizes = width, bound, ahead, bool(draft)
+        if self.awaited.get(sizes) in self.steps.recorder.wanted:
+            return PLAIN
         if rate > MARGIN * self.cost(*sizes):
             self.wait = LEAST
             return Plan(ahead, bool(draft), PASSES, rate)
@@ -353,6 +343,22 @@ class Guesses:
             ]
             for i in range(0, len(some), TOGETHER):
                 own.prefill(some[i : i + TOGETHER], frozenset())
+
+
+def look_up(texts: Tensor, pos: Tensor, ahead: int) -> Tensor:
+    """What followed the end of each text (w n), at `pos` (w 1), where it was last: `Index.after` of all (w ahead).
+    Where a text ends before so many, as if it went on in a circle; where nothing is found, whatever lies there."""
+    bound, every = texts.shape[1], torch.arange(texts.shape[1], device=texts.device)
+    same, score = torch.ones_like(texts, dtype=torch.bool), torch.zeros_like(texts)
+    for n in range(LONGEST):
+        mine = texts.gather(1, (pos - n).clamp(min=0))
+        same = same & (texts.roll(n, 1) == mine) & (every >= n)
+        score = score + same
+    # The longest run, of these the last.
+    score = torch.where((every < pos) & (score > 0), score.long() * bound + every, 0)
+    end = score.argmax(1, keepdim=True)
+    around = torch.arange(ahead, device=end.device) % (pos - end).clamp(min=1)
+    return texts.gather(1, (end + 1 + around).clamp(max=bound - 1)).long()
 
 
 def after(slot: Slot, place: int) -> list[int]:

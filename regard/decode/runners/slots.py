@@ -14,15 +14,11 @@ import math
 import weakref
 from bisect import insort
 from collections import abc
-from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from regard.cache import BlockTable, OutOfPages
 from regard.decode.batch import Batch, Reading
-from regard.decode.runners.guesses import PLAIN, SKIPPED, Guesses, Plan
+from regard.decode.runners.guesses import PLAIN, SKIPPED, Plan
+from regard.decode.runners.rounds import Inflight, measure_round, plan_round, start_round
 from regard.decode.runners.steps import SHORTEST, GraphSteps
 from regard.decode.sampling import (
     MASK,
@@ -37,28 +33,7 @@ from regard.fast.cuda.prompts import (
     next_power_of_two,
 )
 
-# Rows of a step, bounds of their texts and of their sources, and what the choices depend on.
-Sized = tuple[int, int, int, frozenset[str]]
 PADDED = 4  # places that prompts of different lengths may be laid out in, for each token of a chunk
-
-
-@dataclass
-class Inflight:
-    """A round that is on its way to the host."""
-
-    # Tokens, their log probabilities, and where asked for the best ones and theirs; of beams their state.
-    copies: list[Tensor]
-    arrival: torch.cuda.Event | None
-    # Which lines of them are whose, from the first to the last.
-    lines: list[tuple[Slot, int, int]]
-    plan: Plan = PLAIN  # what it guesses,
-    steps: int = 0  # in how many passes; or its steps
-    key: Any = None  # under which its time is kept
-
-    def wait(self) -> list[Tensor]:
-        if self.arrival is not None:
-            self.arrival.synchronize()
-        return self.copies
 
 
 class GraphBatch(Batch):
@@ -245,7 +220,8 @@ class GraphBatch(Batch):
         """The next round."""
         if self.inflight is not None and self.inflight.plan.ahead:
             self._collect()
-        wish = self._plan()
+        live = self._live()
+        wish = plan_round(self.steps, live, self._sizes(live, 0)) if live else PLAIN
         if wish.ahead:
             # The host is to know the texts.
             self._collect()
@@ -271,7 +247,7 @@ class GraphBatch(Batch):
                 break
         if early and steps and not fed.issuperset(live):
             self.steps.feed(*sizes[:3])
-        inflight = self._run(steps, sizes, lines, plan)
+        inflight = start_round(self.steps, steps, sizes, lines, plan)
         for slot in live:
             slot.ran += most
             # As many at least.
@@ -311,32 +287,6 @@ class GraphBatch(Batch):
         width = min(self.steps.rows, 1 << max(s.index for s in live).bit_length())
         return width, self.steps.bucket(longest), self._far(live)
 
-    def _plan(self) -> Plan:
-        """What the next round guesses, if anything."""
-        live = self._live()
-        if not live or not any(s.settings.lookup or s.settings.draft for s in live):
-            return PLAIN
-        if self.steps.guesses is None:
-            self.steps.guesses = Guesses(self.steps)
-        return self.steps.guesses.plan(live, *self._sizes(live, 0)[:2])
-
-    def _run(
-        self, steps: int, sizes: Sized, lines: list[tuple[Slot, int, int]], plan: Plan
-    ) -> Inflight:
-        """Steps, or passes over guesses; no round has both."""
-        guesses: Guesses = self.steps.guesses
-        recorder = self.steps.recorder
-        if not plan.ahead:
-            known = recorder.has("step", *sizes)
-            copies = self.steps.run(steps, *sizes)
-            return Inflight(*copies, lines, plan, steps, sizes[:2] if known else None)
-        guesses.prepare([slot for slot, _, _ in lines], plan.drafts)
-        lines = [(slot, first, 1 + steps * (1 + plan.ahead)) for slot, first, _ in lines]
-        known = recorder.has("guess", *sizes, *plan[:2])
-        key = (*sizes[:2], *plan[:2]) if known else None
-        copies = guesses.run(steps, *sizes, *plan[:2])
-        return Inflight(*copies, lines, plan, steps, key)
-
     def _steps(self, lefts: list[int], plan: Plan = PLAIN) -> int:
         """Of a round: until an eighth of the rows are through where others wait, or `look`. Of one that guesses the
         passes, by how many tokens these bring."""
@@ -355,23 +305,6 @@ class GraphBatch(Batch):
         busy = {s.index for s in self.slots if s.scheduled and s.state is not State.DRAINING}
         self.steps.place(self.edits, [i for i in self.idle if i not in busy])
         self.edits, self.idle = {}, []
-
-    def _measure(self, done: Inflight, tokens: list[list[int]]) -> None:
-        """What a round has brought; after one with guesses it is known how many tokens each row was asked for."""
-        guesses, plan, passes = self.steps.guesses, done.plan, done.steps
-        guesses.measure(done.key, passes, done.arrival)
-        if not plan.ahead:
-            for slot in self.slots:
-                if slot.settings.lookup and slot.scheduled and not slot.sequence.finish:
-                    guesses.watch(slot)
-            return
-        said = []
-        for slot, _, last in done.lines:
-            n = sum(token != SKIPPED for token in tokens[slot.index][1:last])
-            slot.ran -= last - 1 - n
-            slot.scheduled += min(n - passes, slot.left)
-            said.append(n)
-        guesses.landed([slot for slot, _, _ in done.lines], said, plan, passes)
 
     def _collect(self) -> None:
         """Read the round before; what a row said after its end is dropped."""
@@ -402,5 +335,4 @@ class GraphBatch(Batch):
                     self.events += row.append_token(token, logprob, listed[i] if count else [])
             if self.prefix and slot.state is not State.FINISHED and row.error is None:
                 self._publish(slot, slot.pages)
-        if self.steps.guesses is not None:
-            self._measure(round_, tokens)
+        measure_round(self.steps, round_, tokens, self.slots)

@@ -112,12 +112,10 @@ class GraphSteps:
         self.aside = torch.cuda.Stream(self.device) if self.graph else None
         self.marks: list[tuple[int, int]] = []
         self.owner: Callable[[], object] = lambda: None  # a weak reference to who has it
-        # Of tokens that were fed before the next choice: logits (rows V).
-        self.early: Tensor | None = None
-        # Of a model that guesses ahead, which one, and where its weights were.
-        self.draft: GraphSteps | None = None
-        self.draft_model: Callable[[], Model | None] = lambda: None
-        self.draft_marks: list[tuple[int, int]] = []
+        self.early: Tensor | None = (
+            None  # logits (rows V) of tokens that were fed before their choice
+        )
+        self.draft: GraphSteps | None = None  # of a model that guesses ahead
         self.guesses: Any = None  # see guesses.py
 
     # --- what a graph holds ---
@@ -341,10 +339,9 @@ class GraphSteps:
         return found
 
     def arrival(self) -> torch.cuda.Event | None:
-        """What tells that copies have arrived."""
-        if not self.graph:
-            return None
-        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+        """What tells that copies have arrived, and when."""
+        new = torch.cuda.Event(enable_timing=True) if self.graph else None
+        return new and torch.cuda.current_stream().record_event(new)
 
     def bucket(self, longest: int) -> int:
         """The smallest power of two of tokens that holds `longest`."""
@@ -442,8 +439,7 @@ def steps_of(
     free = weight.is_cuda and not any(spec.state for spec in specs)
     new = GraphSteps(model, pool, max(slots, SLOTS) if free else slots, length)
     if draft is not None:
-        new.draft, new.draft_model = drafting(new, draft), weakref.ref(draft)
-        new.draft_marks = marks(draft)
+        new.draft = drafting(new, draft)
     if new.graph:
         ahead.begin().join()
         # Joining has moved weights.
@@ -462,10 +458,10 @@ def marks(model: Model) -> list[tuple[int, int]]:
 
 def same_draft(kept: GraphSteps, draft: Model | None) -> bool:
     """Whether kept steps have this draft model; another that is still there does no harm to who asks for none."""
-    own = kept.draft_model()
+    own = kept.draft
     if draft is None:
-        return kept.draft is None or own is not None
-    return own is draft and kept.draft_marks == marks(draft)
+        return own is None or own.owner() is not None
+    return own is not None and own.owner() is draft and own.marks == marks(draft)
 
 
 def drafting(steps: GraphSteps, draft: Model) -> GraphSteps:
@@ -475,4 +471,5 @@ def drafting(steps: GraphSteps, draft: Model) -> GraphSteps:
     length = min(steps.length, context_of(draft) or steps.length, border(draft) or steps.length)
     new = GraphSteps(draft, own, steps.rows, length, kernels=steps.kernels, look=1)
     new.pages.table = steps.pages.table
+    new.owner, new.marks = weakref.ref(draft), marks(draft)
     return new
