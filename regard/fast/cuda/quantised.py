@@ -109,10 +109,13 @@ class Quantise(Specialise):
     def head(self, head: LMHead) -> nn.Module:
         """A head of its own has 8 bits: 4 would cost more than the rest of the model."""
         weight = head.weight
-        if weight is None or len(weight) % 8 or not possible("fp8", weight.shape):
-            self.rows[
-                "LMHead", "whole: " + ("it is the embedding's" if weight is None else "its size")
-            ] += 1
+        why = "it is the embedding's" if weight is None else ""
+        if weight is not None and not possible("fp8", weight.shape):
+            why = f"{weight.shape[1]} inputs are no multiple of 16"
+        if weight is not None and weight.is_cuda and len(weight) % 8:
+            why = f"{len(weight)} tokens are no multiple of 8"  # see `vocabulary`
+        if why:
+            self.rows["LMHead", f"whole: {why}"] += 1
             return self.copy(head)
         new = self.copy_as(PackedHead, head)
         new.held = PackedLinear(self.pack(head, "fp8"), None)
