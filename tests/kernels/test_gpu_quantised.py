@@ -12,11 +12,18 @@ import torch
 import regard
 from regard.decode.engine import Engine
 from regard.errors import UsageError
+from regard.fast.cuda import quantised as cuda_quantised
 from regard.fast.cuda.quantised import PackedHead, quantised
 from regard.kernels.packed import PackedLinear
 from tests.kernels.plain import answer, served
 from tests.kernels.test_gpu_graphs import FORMS, MECHANISMS, PAIRS, asked_of, build, requests, same
 from tests.wide import wide
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models here are smaller than what is worth it."""
+    monkeypatch.setattr(cuda_quantised, "SMALL", 0)
 
 
 def brought_back(model: regard.Model, packed: Any) -> Any:
@@ -89,3 +96,13 @@ def test_words_that_prepare_does_not_know_are_errors_that_say_what_to_type(tmp_p
         packed.save(tmp_path / "m")
     with pytest.raises(UsageError, match="recurrent"):
         quantised(regard.build("bahdanau", vocab=30, dim=16), "int4")
+
+
+def test_products_that_are_small_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_quantised, "SMALL", 2**15)
+    packed = quantised(build("qk_norm"), "int4")
+    block = packed.tower.blocks[0]
+    kinds = {n: type(m) for n, m in block.named_modules() if hasattr(m, "in_features")}
+    # Of 128 inputs q, k and v have 256 outputs together.
+    assert kinds["attention.wk"] is kinds["ffn.up"] is PackedLinear
+    assert kinds["attention.wo"] is torch.nn.Linear
