@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -451,6 +452,7 @@ def published(to: Path) -> Path | None:
 def quantised(models: list[Path], text: Path, tokens: int) -> None:
     import regard
     from regard.decode.generate import tokenizer_of
+    from regard.fast.cuda.quantised import quantised as quantised_for_graphs
     from regard.kernels.c import native
     from regard.text import needed
 
@@ -465,9 +467,12 @@ def quantised(models: list[Path], text: Path, tokens: int) -> None:
             wide = min(ROW, getattr(model.config, "max_len", None) or ROW)
             rows = torch.tensor(ids[: len(ids) // wide * wide]).view(-1, wide)
             plain = regard.prepare(model, "fp32")
-            for precision in ("int8", "int4"):
-                cost = price(plain, regard.prepare(model, precision), rows)
-                print(f"{folder.name:<14} {precision} {rows.numel():>6} tokens: {cost}", flush=True)
+            ways: dict[str, Any] = {n: partial(regard.prepare, model, n) for n in ("int8", "int4")}
+            # As a GPU has them, here in their plain form.
+            ways |= {f"{n}, GPU": partial(quantised_for_graphs, model, n) for n in ("fp8", "int4")}
+            for name, packed in ways.items():
+                cost = price(plain, packed(), rows)
+                print(f"{folder.name:<14} {name:9} {rows.numel():>6} tokens: {cost}", flush=True)
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ f  a Mixtral shape (8 experts, 2 chosen; 4 layers of it) and a Qwen3-4B shape (n
    weights in bf16, batch 1 and 64 as in a, greedy; the share of the memory's speed, of experts those that were chosen
 g  Marian-base and T5-small, random weights in bf16, 64 sources of 16 to 48 tokens, 64 new each: beams of 4 and greedy,
    against transformers on the same weights
+q  a Qwen3-8B shape, random weights: bf16, fp8 and int4 by `regard.prepare`, batch 1 and 8, 128 tokens of prompt
 h  on a CPU: 16 requests to a GPT-2 of 124M (prompts of 16 to 64 tokens, answers of 16 to 48), by regard.Engine with
    its defaults, together and one at a time; needs no GPU: --part h
 i  speculation on the Llama-3.2-1B shape, batch 1 to 64, 256 new tokens, greedy, against plain `regard.generate`:
@@ -369,6 +370,35 @@ def part_f(args: argparse.Namespace) -> None:
         print("  " + Engine(model, rows=64, memory=2**30).explain().replace("\n", "\n  "))
 
 
+def part_q(args: argparse.Namespace) -> None:
+    torch.manual_seed(0)
+    attention = regard.GQA(32, 8, 128, rope=regard.Rope(1e6), qk_norm=1e-6)
+    ffn, norm = regard.MLP(12288, "silu", gated=True, bias=False), regard.Norm(1e-6, rms=True)
+    tower = regard.Tower(4096, 2 if args.quick else 36, attention, ffn, norm=norm)
+    config = TransformerConfig(Tokens(151936), tower, regard.LM(tied=False), max_len=8192)
+    model = regard.build(config, device="cuda", dtype=BF16)
+    new, rates = 32 if args.quick else 256, dict[tuple[str, int], float]()
+    for kind in ("bf16", "fp8", "int4"):
+        start = time.perf_counter()
+        served = model if kind == "bf16" else regard.prepare(model, kind)
+        took, held = time.perf_counter() - start, [*served.parameters(), *served.buffers()]
+        size = sum(x.nbytes for x in held) / 2**30
+        print(f"  {kind}: {size:.2f} GiB, made ready in {took:.1f} s", flush=True)
+        for batch in (1, 8):
+            texts = prompts(batch, 128, 128, batch)
+            call = partial(regard.generate, served, texts, max_new_tokens=new)
+            for _ in range(3):
+                call()
+            rate = batch * new / statistics.median(seconds(call) for _ in range(3))
+            rates[kind, batch] = rate
+            print(
+                f"  {kind}, batch {batch}: {rate:,.0f} tokens/s, "
+                f"{rate / rates['bf16', batch]:.2f} times bf16",
+                flush=True,
+            )
+        print("    " + Engine(served, rows=8, memory=2**30).explain().replace("\n", "\n    "))
+
+
 @cache
 def pair(name: str, quick: bool) -> tuple[Any, Any]:
     """transformers' model, and ours with its weights."""
@@ -550,6 +580,7 @@ if __name__ == "__main__":
         "e": part_e,
         "f": part_f,
         "g": part_g,
+        "q": part_q,
     }
     parts |= {"h": part_h, "i": part_i}
-    run_parts(parser, parts, "a,b,c,d,e,f,g,h,i", anywhere="h")
+    run_parts(parser, parts, "a,b,c,d,e,f,g,q,h,i", anywhere="h")

@@ -205,18 +205,20 @@ class Int4(Layer):
         return y.to(self.out or x.dtype)
 
 
-def fours(w: Tensor, back: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """W (n k) in 4 bits: w = (q - 8) scale + zero, q (n k), scale and zero (n k/GROUP 2) in bf16. `back`: how it rounds
+def fours(w: Tensor, back: Tensor | None = None, group: int = GROUP) -> tuple[Tensor, Tensor]:
+    """W (n k) in 4 bits: w = (q - 8) scale + zero, q (n k), scale and zero (n k/group 2) in bf16. `back`: how it rounds
     (`feedback`)."""
-    (n, k), count = w.shape, w.shape[1] // GROUP
+    (n, k), count = w.shape, w.shape[1] // group
     if w.is_meta:
         return w.new_empty(n, k, dtype=torch.uint8), w.new_empty(n, count, 2, dtype=torch.bfloat16)
     rest = F.pad(w.detach().float(), (0, -k % TILE)).view(n, -1, TILE).permute(2, 0, 1).contiguous()
     q, scales = torch.empty_like(rest, dtype=torch.uint8), list[Tensor]()
+    tiles = max(1, group // TILE)  # that share a scale
     for i in range(TILE):
-        if i % GROUP == 0:
-            scales.append(range_of(rest[i : i + GROUP]))
-            scale, zero = scales[-1].float().unbind(-1)
+        if i % group == 0:
+            each = rest[i : i + group].unflatten(2, (-1, tiles))
+            scales.append(range_of(each.permute(0, 3, 1, 2).flatten(0, 1)))
+            scale, zero = scales[-1].repeat_interleave(tiles, 1).float().unbind(-1)
         step = ((rest[i] - zero) * (1 / scale)).round_().clamp_(-8, 7)
         q[i] = step + 8
         if back is not None:
@@ -227,7 +229,7 @@ def fours(w: Tensor, back: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 def range_of(w: Tensor) -> Tensor:
-    """Scale and zero of groups (GROUP n m), in bf16: of their whole range, or the part of it that rounds them best."""
+    """Scale and zero of groups (group n m), in bf16: of their whole range, or the part of it that rounds them best."""
     low, high = w.aminmax(dim=0)
     found, off = list[Tensor](), list[Tensor]()
     for part in PARTS:

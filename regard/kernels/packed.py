@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.kernels.linear import TILE, range_of
+from regard.kernels.linear import TILE, fours
 
 KINDS = ("fp8", "int4")
 GROUPS = (128, 64, 32)  # inputs that share a scale in 4 bits: the first that divides them
@@ -108,21 +108,16 @@ def pack(weight: Tensor, kind: str, back: Tensor | None = None, group: int | Non
     if kind == "fp8":
         return Packed(*eights(weight, back), weight.dtype)
     group = group or group_of(weight.shape[1])
-    q, scales = fours(weight, group, back)
+    q, scales = fours(weight, back, group)
     low, high = q.unflatten(1, (-1, 2, group // 2)).unbind(2)
     return Packed((low | high << 4).flatten(1), scales, weight.dtype)
-
-
-def tiles(w: Tensor) -> Tensor:
-    """W (n k) in float32 with each TILE of inputs in front, (64 n k/64); the last is filled up with zeros."""
-    wide = F.pad(w.detach().float(), (0, -w.shape[1] % TILE))
-    return wide.view(len(w), -1, TILE).permute(2, 0, 1).contiguous()
 
 
 def eights(w: Tensor, back: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """W (n k) in e4m3 and its scales (n)."""
     scale = (w.detach().float().abs().amax(1) / LARGEST).clamp(min=1e-30)
-    rest = tiles(w)
+    wide = F.pad(w.detach().float(), (0, -w.shape[1] % TILE))
+    rest = wide.view(len(w), -1, TILE).permute(2, 0, 1).contiguous()
     q = torch.empty_like(rest, dtype=E4M3)
     for i in range(TILE):
         q[i] = (rest[i] / scale[:, None]).clamp(-LARGEST, LARGEST).to(E4M3)
@@ -131,25 +126,6 @@ def eights(w: Tensor, back: Tensor | None = None) -> tuple[Tensor, Tensor]:
             rest[i + 1 :] -= off * back[:, i, i + 1 :].t()[:, None]
     whole = q.view(torch.uint8).permute(1, 2, 0).reshape(len(w), -1)[:, : w.shape[1]]
     return whole.contiguous().view(E4M3), scale
-
-
-def fours(w: Tensor, group: int, back: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """W (n k) in 4 bits, a byte each, and its scales and zeros (n k/group 2) in bf16."""
-    n, k = w.shape
-    # Of the whole range, or the part of it that rounds best; before anything is rounded.
-    scales = range_of(w.detach().float().view(n, -1, group).permute(2, 0, 1))
-    each = scales.float().repeat_interleave(group, 1).unflatten(1, (k, 1)).flatten(2)
-    each = F.pad(each, (0, 0, 0, -k % TILE), value=1.0).view(n, -1, TILE, 2)
-    rest = tiles(w)
-    q = torch.empty_like(rest, dtype=torch.uint8)
-    for i in range(TILE):
-        scale, zero = each[:, :, i].unbind(-1)  # n k/64
-        step = ((rest[i] - zero) / scale).round_().clamp_(-8, 7)
-        q[i] = step + 8
-        if back is not None:
-            off = rest[i] - (zero + step * scale)
-            rest[i + 1 :] -= off * back[:, i, i + 1 :].t()[:, None]
-    return q.permute(1, 2, 0).reshape(n, -1)[:, :k].contiguous(), scales.contiguous()
 
 
 class PackedLinear(nn.Module):

@@ -2,13 +2,13 @@
 
 What flows through it and what is kept of tokens is as before, and so is every forward: a `PackedLinear` stands for each
 linear layer that table.py makes a `Product` of. The others (a router, an indexer, MLA's up-projection), experts,
-embeddings and a tied head stay whole.
+embeddings and a tied head stay whole; so do products of fewer than SMALL numbers: no slower, and much better.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +21,7 @@ from regard.errors import UsageError
 from regard.fast.cpu.prepared import Prepared, prepared
 from regard.fast.inputs import read_by
 from regard.fast.specialise import Row, Specialise
-from regard.kernels.linear import feedback
+from regard.kernels.linear import SMALL, feedback
 from regard.kernels.packed import Packed, PackedLinear, pack, possible
 from regard.layers import FeedForward, LMHead
 from regard.models import Model
@@ -98,10 +98,7 @@ class Quantise(Specialise):
             weight.data = weight.data.new_empty(0)
         return made
 
-    def linear(self, module: Any) -> nn.Module | None:
-        known = isinstance(module, nn.Linear | LowRank | Int4Linear)
-        if not known or not possible(self.precision, module.weight.shape):
-            return self.make(module)
+    def linear(self, module: Any) -> nn.Module:
         if id(module) not in self.made:
             self.made[id(module)] = PackedLinear(self.pack(module, self.precision), module.bias)
         return self.made[id(module)]
@@ -109,10 +106,13 @@ class Quantise(Specialise):
     def head(self, head: LMHead) -> nn.Module:
         """A head of its own has 8 bits: 4 would cost more than the rest of the model."""
         weight = head.weight
-        if weight is None or len(weight) % 8 or not possible("fp8", weight.shape):
-            self.rows[
-                "LMHead", "whole: " + ("it is the embedding's" if weight is None else "its size")
-            ] += 1
+        why = "it is the embedding's" if weight is None else ""
+        if weight is not None and not possible("fp8", weight.shape):
+            why = f"{weight.shape[1]} inputs are no multiple of 16"
+        if weight is not None and weight.is_cuda and len(weight) % 8:
+            why = f"{len(weight)} tokens are no multiple of 8"  # see `vocabulary`
+        if why:
+            self.rows["LMHead", f"whole: {why}"] += 1
             return self.copy(head)
         new = self.copy_as(PackedHead, head)
         new.held = PackedLinear(self.pack(head, "fp8"), None)
@@ -120,17 +120,32 @@ class Quantise(Specialise):
         self.rows["LMHead", "fp8"] += 1
         return new
 
-    def products(self, m: nn.Module, *names: str) -> nn.Module:
-        return self.copy(m, **{n: self.linear(getattr(m, n)) for n in names})
+    def products(self, m: nn.Module, *each: Sequence[str]) -> nn.Module:
+        """A part with its linear layers packed, by the names of those that read the same input: all of them or none."""
+        parts: dict[str, nn.Module | None] = {}
+        for names in each:
+            layers: list[Any] = [x for n in names if (x := getattr(m, n)) is not None]
+            known = all(isinstance(x, nn.Linear | LowRank | Int4Linear) for x in layers)
+            fits = known and all(possible(self.precision, x.weight.shape) for x in layers)
+            if fits and sum(x.weight.numel() for x in layers) >= SMALL:
+                parts |= {n: self.linear(x) for n in names if (x := getattr(m, n)) is not None}
+        return self.copy(m, **parts)
+
+    def latent(self, m: LatentAttention) -> nn.Module:
+        if m.w_dq is None:
+            return self.products(m, ("w_uq", "w_dkv"), ("wo",))
+        return self.products(m, ("w_dq", "w_dkv"), ("w_uq",), ("wo",))
 
     def experts(self, m: MixtureOfExperts) -> nn.Module:
         self.rows["MixtureOfExperts", "its experts whole: they have no packed form"] += 1
         return self.copy(m)
 
     table: ClassVar[Mapping[type, Row]] = {
-        GroupedQueryAttention: lambda maker, m: maker.products(m, "wq", "wk", "wv", "wg", "wo"),
-        LatentAttention: lambda maker, m: maker.products(m, "w_dq", "w_uq", "w_dkv", "wo"),
-        GatedDeltaRule: lambda maker, m: maker.products(m, "wo"),
-        FeedForward: lambda maker, m: maker.products(m, "gate", "up", "down"),
+        GroupedQueryAttention: lambda maker, m: maker.products(
+            m, ("wq", "wk", "wv", "wg"), ("wo",)
+        ),
+        LatentAttention: lambda maker, m: maker.latent(m),
+        GatedDeltaRule: lambda maker, m: maker.products(m, ("wo",)),
+        FeedForward: lambda maker, m: maker.products(m, ("gate", "up"), ("down",)),
         MixtureOfExperts: lambda maker, m: maker.experts(m),
     }
