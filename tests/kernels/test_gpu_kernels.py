@@ -773,7 +773,8 @@ def test_gpu_guesses_change_no_token(name: str, few: int, monkeypatch: pytest.Mo
     want = served(Engine(model, runner="torch"), asked)
     kind = {"draft": 2} if plan.drafts else {"lookup": 2}
     guessed = [replace(r, settings=replace(r.settings, **kind)) for r in asked]
-    engine = Engine(model, runner="graph", rows=2, draft=small(name) if plan.drafts else None)
+    rows, draft = (2, small(name)) if plan.drafts else (1, None)
+    engine = Engine(model, runner="graph", rows=rows, draft=draft)
     assert [r.ids for r in served(engine, guessed)] == [r.ids for r in want]
 
 

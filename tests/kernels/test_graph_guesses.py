@@ -182,6 +182,7 @@ def test_random_company_changes_no_guessed_answer(
 
     monkeypatch.setattr(Guesses, "plan", sometimes)
     model = build("gqa").double()
+    draft = noisy(model, 0.02) if seed % 2 else None
     shared = [g.randrange(97) for _ in range(24)]
 
     def one() -> Request:
@@ -199,6 +200,8 @@ def test_random_company_changes_no_guessed_answer(
             given |= {"top_logprobs": 2}
         if g.random() < 0.7:
             given |= {"lookup": g.randint(1, 6)}
+        if draft is not None and g.random() < 0.5:
+            given |= {"draft": g.randint(1, 4)}
         ids = [*start, *(words * g.randint(1, 6))]
         request = Request(ids, Settings(**given), key=g.randrange(100))
         if g.random() < 0.15:
@@ -207,7 +210,7 @@ def test_random_company_changes_no_guessed_answer(
 
     asked = [one() for _ in range(16)]
     options = {"chunk": g.choice((8, 40, 999)), "page": g.choice((4, 8)), "pages": 48}
-    engine = Engine(model, runner="graph", rows=g.randint(3, 9), **options)
+    engine = Engine(model, runner="graph", rows=g.randint(3, 9), draft=draft, **options)
     assert engine.graph is not None and engine.pool is not None
     engine.graph.steps.look = g.choice((1, 3, 16))
     numbers, found = dict[int, Request](), dict[int, Any]()
@@ -225,7 +228,7 @@ def test_random_company_changes_no_guessed_answer(
         found |= {e.request: e.done for e in events if e.done is not None}
     assert found.keys() == numbers.keys()
     assert engine.pool.available == len(engine.pool.users)
-    alone = [replace(r, settings=replace(r.settings, lookup=0)) for r in numbers.values()]
+    alone = [replace(r, settings=replace(r.settings, lookup=0, draft=0)) for r in numbers.values()]
     wanted = finished(Engine(model, runner="torch", layout="contiguous"), alone)
     for n, want in zip(numbers, wanted, strict=True):
         for a, b in zip(found[n], want, strict=True):
@@ -314,7 +317,7 @@ def test_draft_that_is_right_saves_passes_in_slots(
     # A row that is through goes on until the others are, in pages that it does not have.
     said = sum(n for _, _, each in landed for n in each)
     assert said > 4.5 * sum(passes * len(each) for _, passes, each in landed) > 0
-    assert len(landed) >= 4
+    assert len(landed) >= 3
 
 
 def test_draft_that_is_wrong_is_tried_more_and_more_rarely(

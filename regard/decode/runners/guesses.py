@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -58,14 +59,7 @@ class Guesses:
 
     def __init__(self, steps: GraphSteps):
         self.steps = steps
-        rows, device = steps.rows, steps.device
-        lines = 1 + PASSES * (1 + AHEAD)
-        self.log = torch.zeros(lines, rows, dtype=torch.long, device=device)
-        self.logp = torch.zeros(lines, rows, device=device)
-        k = steps.tops[0].shape[-1]
-        self.tops = [x.new_zeros(lines, rows, k) for x in steps.tops]
-        # The texts of rows, as far as they were looked up.
-        self.texts = torch.zeros(rows, steps.length + 1 + AHEAD, dtype=torch.int32, device=device)
+        self.log, self.logp = (self._lines(x) for x in (steps.state.log, steps.state.logp))
         self.seconds: dict[Any, float] = {}  # of a step or a pass, the least that was measured
         self.last: torch.cuda.Event | None = None  # when the last round had arrived
         # What a step of the draft model is of one of the model's; and how many tokens its guesses bring.
@@ -74,6 +68,21 @@ class Guesses:
         self.rest, self.wait = 0, LEAST  # plain rounds to come, and after the next try
         self.budget = READ
         self.awaited: dict[Any, Any] = {}  # passes whose graphs were put off
+
+    @staticmethod
+    def _lines(x: Tensor) -> Tensor:
+        """A log like this one, of a round with guesses."""
+        return x.new_zeros(1 + PASSES * (1 + AHEAD), *x.shape[1:])
+
+    @cached_property
+    def tops(self) -> list[Tensor]:
+        return [self._lines(x) for x in self.steps.tops]
+
+    @cached_property
+    def texts(self) -> Tensor:
+        """What rows have said, as far as it was looked up."""
+        rows, size = self.steps.rows, self.steps.length + 1 + AHEAD
+        return torch.zeros(rows, size, dtype=torch.int32, device=self.steps.device)
 
     # --- a pass, on the device ---
 

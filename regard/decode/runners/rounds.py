@@ -43,7 +43,10 @@ def plan_round(steps: GraphSteps, live: abc.Sequence[Slot], sizes: tuple[int, in
     if steps.guesses is None:
         steps.guesses = Guesses(steps)
     guesses: Guesses = steps.guesses
-    return guesses.plan(live, *sizes[:2])
+    plan = guesses.plan(live, *sizes[:2])
+    # For what a round may say it has pages before it begins: nobody is put back for that.
+    each = 1 + plan.passes * (1 + plan.ahead) // steps.pool.page
+    return plan if len(live) * each <= steps.pool.available else PLAIN
 
 
 def start_round(
