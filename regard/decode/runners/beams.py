@@ -25,7 +25,7 @@ from regard.decode.sequence import BROKEN, Sequence, Slot, State
 from regard.decode.settings import Request, Result, Settings
 from regard.fast.cuda import Pages
 from regard.fast.cuda.prompts import next_power_of_two
-from regard.fast.cuda.record import send
+from regard.fast.cuda.record import arrival, send, to_host
 from regard.kernels.triton.sample import best
 
 ROOM = 64  # tokens that a text has room for at first, chosen for speed
@@ -110,7 +110,7 @@ class BeamSteps(GraphSteps):
             self.recorder.play(("step", width, bound, far, used), self._step, self.changed)
         n = width // k.beams
         each = [*(x[:n] for x in self.texts.tensors()), self.live[:n], self.broken[:n]]
-        return self.to_host(each), self.arrival()
+        return to_host(each), arrival(self.device)
 
     def changed(self) -> list[Tensor]:
         s = self.state

@@ -42,7 +42,7 @@ from regard.fast.cuda.prompts import (
     next_power_of_two,
     sizes_of,
 )
-from regard.fast.cuda.record import Recorder, send
+from regard.fast.cuda.record import Recorder, arrival, send, to_host
 from regard.kernels.triton import ahead
 from regard.kernels.triton.sample import State as DeviceState
 from regard.kernels.triton.sample import advance, best, greedy_advance
@@ -234,7 +234,7 @@ class GraphSteps:
         numbers = send(flat(parts, sizes), self.device)
         small = sizes.tokens <= RECORDED and not sizes.whole
         if wanted:
-            return self.to_host(self.read(Pack.of(numbers, sizes), used, wanted))
+            return to_host(self.read(Pack.of(numbers, sizes), used, wanted))
         self.recorder.again(
             (sizes, used), numbers, lambda x: self.read(Pack.of(x, sizes), used), small
         )
@@ -300,7 +300,7 @@ class GraphSteps:
             self.aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.aside):
             # Whole lines lie end to end, so nothing is gathered first.
-            return self.to_host([x[:lines] for x in logs]), self.arrival()
+            return to_host([x[:lines] for x in logs]), arrival(self.device)
 
     def changed(self) -> list[Tensor]:
         """What a step changes."""
@@ -328,20 +328,6 @@ class GraphSteps:
             for shape in dict.fromkeys(shapes):
                 key = ("step", *shape, far, used_by(s, 1, 1))
                 self.recorder.want(key, self._step, self.changed)
-
-    def to_host(self, each: abc.Sequence[Tensor]) -> list[Tensor]:
-        """Copies on their way, as they are when all that was launched before is done."""
-        if not self.graph:
-            return [x.clone() for x in each]
-        found = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in each]
-        for x, y in zip(found, each, strict=True):
-            x.copy_(y, non_blocking=True)
-        return found
-
-    def arrival(self) -> torch.cuda.Event | None:
-        """What tells that copies have arrived, and when."""
-        new = torch.cuda.Event(enable_timing=True) if self.graph else None
-        return new and torch.cuda.current_stream().record_event(new)
 
     def bucket(self, longest: int) -> int:
         """The smallest power of two of tokens that holds `longest`."""

@@ -55,22 +55,10 @@ def prepare(model: Model, precision: str = "fp32", *, consume: bool = False) -> 
     afterwards. Weights that need no change are shared with `model`. A tied head becomes a packed copy of its own, vocab
     x dim numbers beside the embedding."""
     device = next(model.parameters()).device
-    if precision not in (*PRECISIONS, *KINDS):
-        words = ", ".join(dict.fromkeys([*PRECISIONS, *(KINDS if device.type == "cuda" else ())]))
-        raise UsageError(f"precision {precision!r} is unknown; choose one of {words}")
-    if isinstance(model, Prepared):
-        raise UsageError(
-            f"this model is already prepared in {model.precision}; prepare the original"
-        )
-    if precision in KINDS and device.type == "cuda" and (model.towers or precision == "fp8"):
+    if _for_a_graph(model, precision, device):
         from regard.fast.cuda.quantised import quantised  # slow to import
 
         return quantised(model, precision, consume)
-    if precision not in PRECISIONS:
-        raise UsageError(
-            f"{precision} is for a model on a GPU, this one is on {device}; "
-            f'here choose one of {", ".join(PRECISIONS)}: regard.prepare(model, "int8")'
-        )
     on_cpu = device.type == "cpu"
     if precision == "bf16" and on_cpu and model.towers and not half_is_fast():
         notice(
@@ -99,6 +87,25 @@ def prepare(model: Model, precision: str = "fp32", *, consume: bool = False) -> 
         much = "products alone" if on_cpu and usable(precision) else "none"
         made.parts["C code", f"{much}: {why}"] = 1
     return made.eval()
+
+
+def _for_a_graph(model: Model, precision: str, device: torch.device) -> bool:
+    """Whether a model on a GPU is packed for CUDA graphs. What no precision there is is refused."""
+    if precision not in (*PRECISIONS, *KINDS):
+        words = ", ".join(dict.fromkeys([*PRECISIONS, *(KINDS if device.type == "cuda" else ())]))
+        raise UsageError(f"precision {precision!r} is unknown; choose one of {words}")
+    if isinstance(model, Prepared):
+        raise UsageError(
+            f"this model is already prepared in {model.precision}; prepare the original"
+        )
+    if precision in KINDS and device.type == "cuda" and (model.towers or precision == "fp8"):
+        return True
+    if precision not in PRECISIONS:
+        raise UsageError(
+            f"{precision} is for a model on a GPU, this one is on {device}; "
+            f'here choose one of {", ".join(PRECISIONS)}: regard.prepare(model, "int8")'
+        )
+    return False
 
 
 def why_not_native(model: Model, precision: str, dtype: torch.dtype | None) -> str:

@@ -130,6 +130,22 @@ def send(values: Any, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
+def to_host(each: Sequence[Tensor]) -> list[Tensor]:
+    """Copies on their way, as they are when all that was launched before is done."""
+    if not each[0].is_cuda:
+        return [x.clone() for x in each]
+    found = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in each]
+    for x, y in zip(found, each, strict=True):
+        x.copy_(y, non_blocking=True)
+    return found
+
+
+def arrival(device: torch.device) -> torch.cuda.Event | None:
+    """What tells that copies from a GPU have arrived, and when."""
+    new = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+    return new and torch.cuda.current_stream().record_event(new)
+
+
 def shared(x: Tensor, device: torch.device) -> tuple[Any, Tensor]:
     """Numbers as an array of numpy, and as a tensor of the device, which reads them where they lie: in the host's
     memory, over the bus."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from regard.kernels.triton.linear import jit, triton
+from regard.kernels.triton.usable import jit, triton
 
 if triton is not None:
     import triton.language as tl

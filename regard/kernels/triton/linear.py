@@ -20,7 +20,8 @@ from torch import Tensor
 
 from regard.kernels.packed import Packed
 from regard.kernels.triton.measured import Form, fastest
-from regard.kernels.triton.packed import Weight, _halves, _pair, as_read, jit, triton
+from regard.kernels.triton.packed import Weight, _halves, _pair, as_read
+from regard.kernels.triton.usable import jit, triton
 
 if triton is not None:
     import triton.language as tl

@@ -4,23 +4,14 @@ brought back whole for a product on many rows."""
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
 from regard.kernels.packed import Packed
+from regard.kernels.triton.usable import jit, triton
 
-try:
-    # Half a second of imports, for nothing where there is no GPU and nobody interprets kernels.
-    if not torch.cuda.device_count() and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ImportError
-    import triton
+if triton is not None:
     import triton.language as tl
-except ImportError:  # the plain forms need none
-    triton = None
-
-jit = triton.jit if triton is not None else lambda f: f
 
 Weight = Tensor | Packed
 # Of four bytes, whose low or high halves are q, each becomes the third of a float32, 1 + q / 128.
