@@ -76,8 +76,20 @@ class Packed:
         if self.is_cuda and not torch.compiler.is_compiling():
             from regard.kernels.triton import packed  # slow to import
 
-            return packed.dense(self, dtype)
+            out = torch.empty(self.shape, dtype=dtype, device=self.device)
+            return packed.dense(*as_read(self), out)
         return unpacked(self, dtype)
+
+
+Weight = Tensor | Packed
+
+
+def as_read(w: Weight) -> tuple[Tensor, Tensor, int]:
+    """A matrix, its scales and the inputs that share one, as kernels are given them; of a full one itself."""
+    if isinstance(w, Tensor):
+        return w, w, 0
+    scales = w.scales if w.kind == "fp8" else w.scales.view(torch.int32)
+    return w.q, scales, w.group
 
 
 def unpacked(w: Packed, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 import regard
 from regard.decode.engine import Engine
 from regard.fast.cuda import quantised as cuda_quantised
-from regard.kernels.packed import GROUPS, PackedLinear, pack, unpacked
+from regard.kernels.packed import GROUPS, PackedLinear, as_read, pack, unpacked
 from regard.kernels.triton import linear as gpu_linear
 from regard.kernels.triton import measured as gpu_measured
 from regard.kernels.triton import packed as gpu_packed
@@ -72,7 +72,7 @@ def test_more_rows_of_packed_weights(
     k, n = 1024, 1000
     x, full = torch.randn(m, k).cuda().to(dtype), (torch.randn(2 * n, k) / k**0.5).cuda().to(dtype)
     w = pack(full, kind, group=group)
-    assert torch.equal(gpu_packed.dense(w, dtype), unpacked(w, dtype))
+    assert torch.equal(gpu_packed.dense(*as_read(w), torch.empty_like(full)), unpacked(w, dtype))
     whole = unpacked(w, torch.float32)
     for split in (True, False):
         if dtype != torch.float32 or m <= 64:  # shared memory

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from regard.kernels.linear import feedback, turned
-from regard.kernels.packed import GROUPS, LARGEST, Packed, PackedLinear, pack, possible, unpacked
+from regard.kernels.packed import (
+    GROUPS,
+    LARGEST,
+    Packed,
+    PackedLinear,
+    as_read,
+    pack,
+    possible,
+    unpacked,
+)
 from regard.kernels.triton import linear as gpu_linear
 from regard.kernels.triton import packed as gpu_packed
 from regard.kernels.triton import wide as gpu_wide
@@ -78,7 +87,9 @@ def test_packed_linear_is_its_weight_brought_back(kind: str, group: int) -> None
 @each_form
 def test_gpu_dense_is_the_plain_one(kind: str, group: int, dtype: torch.dtype) -> None:
     w = packed(5, 2304 if group < 256 else 256, kind, group, dtype)
-    assert torch.equal(gpu_packed.dense(w, dtype), unpacked(w, dtype))
+    assert torch.equal(
+        gpu_packed.dense(*as_read(w), torch.empty(w.shape, dtype=dtype)), unpacked(w, dtype)
+    )
 
 
 @interpreted

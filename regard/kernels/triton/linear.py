@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.kernels.packed import Packed
+from regard.kernels.packed import Packed, Weight, as_read
 from regard.kernels.triton.measured import Form, fastest
-from regard.kernels.triton.packed import Weight, _halves, _pair, as_read
+from regard.kernels.triton.packed import _halves, _pair
 from regard.kernels.triton.usable import jit, triton
 
 if triton is not None:

@@ -4,16 +4,13 @@ brought back whole for a product on many rows."""
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from regard.kernels.packed import Packed
 from regard.kernels.triton.usable import jit, triton
 
 if triton is not None:
     import triton.language as tl
 
-Weight = Tensor | Packed
 # Of four bytes, whose low or high halves are q, each becomes the third of a float32, 1 + q / 128.
 _AS_THIRD = """lop3.b32 t, t, 0x0F0F0F0F, 0x80808080, 0xEA;
     prmt.b32 $0, t, 0x3F000000, 0x7044; prmt.b32 $1, t, 0x3F000000, 0x7144;
@@ -112,17 +109,8 @@ def _dense(q, scales, out, N, COLUMNS, GROUP: tl.constexpr, BLOCK: tl.constexpr)
         tl.store(out + n * COLUMNS + c, w.to(kind), mask=real)
 
 
-def as_read(w: Weight) -> tuple[Tensor, Tensor, int]:
-    """A matrix, its scales and the inputs that share one, as kernels are given them; of a full one itself."""
-    if isinstance(w, Tensor):
-        return w, w, 0
-    scales = w.scales if w.kind == "fp8" else w.scales.view(torch.int32)
-    return w.q, scales, w.group
-
-
-def dense(w: Packed, dtype: torch.dtype) -> Tensor:
-    """`packed.unpacked` in one pass."""
-    (q, scales, group), out = as_read(w), torch.empty(w.shape, dtype=dtype, device=w.device)
+def dense(q: Tensor, scales: Tensor, group: int, out: Tensor) -> Tensor:
+    """`packed.unpacked` in one pass: what `as_read` gives, into out (n k)."""
     n, columns = q.shape
     _dense[(n, triton.cdiv(columns, 2048))](
         q, scales, out, n, columns, GROUP=group, BLOCK=2048, num_warps=8
