@@ -81,7 +81,7 @@ test-wide: $(STAMP)
 test-kernels: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check triton || true
 	@if $(BIN)/python -c 'import triton' 2> /dev/null; then \
-	  OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/test_gpu_kernels.py; \
+	  OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/test_gpu_kernels.py tests/kernels/test_gpu_packed.py; \
 	else echo "Triton kernels: not run here (triton cannot be installed)"; fi
 
 # Chromium of the system, or CHROMIUM=its path; nothing but Playwright's driver and axe-core, which finds what some
