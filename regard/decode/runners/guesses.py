@@ -242,8 +242,10 @@ class Guesses:
         ahead = draft or max(slot.settings.lookup for slot in live)
         if not ahead:
             return PLAIN
-        rates = [slot.rate.each if slot.settings.lookup else 1.0 for slot in live]
-        rate = self.rate.each if draft else sum(rates) / len(rates)
+        # Of a row that asks for none, no guess is right.
+        asking = [s for s in live if (s.settings.draft if draft else s.settings.lookup)]
+        more = sum((self.rate if draft else s.rate).each - 1 for s in asking)
+        rate = 1 + more / len(live)
         sizes = width, bound, ahead, bool(draft)
         if self.awaited.get(sizes) in self.steps.recorder.wanted:
             return PLAIN

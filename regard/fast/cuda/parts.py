@@ -171,7 +171,8 @@ class GraphAttention(GroupedQueryAttention):
         if pack.single is not None:
             sizes, table = pack.single
             form |= {"heads": self.h, "table": table, "bound": pack.whole}
-            q = laid[0].flatten(2).flatten(0, 1)[pack.back]
+            # As many of each text, in order: no token is laid out elsewhere.
+            q = laid[0].flatten(2).flatten(0, 1)
             return gpu_attention.decode(q, k, v, sizes, new=False, **form).flatten(1)
         if ours:
             return gpu_prompt.over_pages(laid[0], k, v, pack, **form)
