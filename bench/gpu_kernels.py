@@ -4,7 +4,7 @@ python bench/gpu_kernels.py                 k: every kernel's error
 python bench/gpu_kernels.py --part t        sweeps the shapes of linear layers of few rows, prints the best as a table
 python bench/gpu_kernels.py --part w        the same for products of 8 and 64 rows, and attention
 python bench/gpu_kernels.py --part q        products with weights in fp8 and int4 at 1 to 256 rows; checks them;
-                                            --sweep tries other shapes of the kernels, --rows says how many rows
+                                            --sweep tries other shapes and groups, --rows says how many rows
 python bench/gpu_kernels.py --part e        experts of 1 to 4,096 rows
 python bench/gpu_kernels.py --part l        latent attention at 32k tokens; index scores and top-2,048 at 128k
 python bench/gpu_kernels.py --part d        DSA against dense MLA at 128k tokens through regard.Engine
@@ -410,7 +410,7 @@ def part_q(args: argparse.Namespace) -> None:
     """Products of a Qwen3-8B shape with weights in bf16, fp8 and int4 (inputs of a scale): us, TB/s of packed bytes."""
     torch.manual_seed(0)
     each = list(map(int, (args.rows or "1,2,4,8,16,64,256").split(",")))
-    for (kind, group), rows in itertools.product(FORMS, each):
+    for (kind, group), rows in itertools.product(FORMS if args.sweep else FORMS[:3], each):
         sweep = args.sweep and (kind, group) in FORMS[1:3]
         total, size = 0.0, 0
         for name, k, n, gated, norm in (*EIGHT, HEAD):
@@ -465,7 +465,7 @@ def few_packed(
     columns = w[0].shape[1] if full else w[0].q.shape[1]
     usual = gpu_linear.shape(columns, n, gated)
     usual = usual if full else gpu_linear.packed_shape(w[0], len(x), gated)
-    tried = [usual]
+    tried = [usual] if full else [usual, gpu_linear.packed_shape(w[0], len(x), gated, many=True)]
     if sweep:
         most = 256 if len(x) == 1 else 128
         for b in itertools.product((1, 2, 4, 8, 16), (512, 1024, 2048, 4096), (2, 4, 8)):
@@ -494,7 +494,8 @@ def many_packed(x: torch.Tensor, w: list[Any], gated: bool, sweep: bool) -> list
         ]
     n, k, split, found = len(w[0]) // (1 + gated), x.shape[1], not gated and len(w[0]) < 2**16, []
     usual = gpu_wide.packed_blocks(w[0], len(x), split, gated)
-    step, tried = usual[1], [usual]
+    deep = gpu_wide.packed_blocks(w[0], len(x), split, gated, deep=len(x) <= 64)
+    step, tried = usual[1], [usual, deep]
     for rows, count, stages in itertools.product((64, 128), (1, 2, 4), (4, 8) if sweep else ()):
         if (split or count == 1) and w[0].q.shape[1] % (count * step) == 0:
             tried.append((rows, step, count, stages, 4, 512))

@@ -279,7 +279,7 @@ def test_memory_of_a_graph_is_enough_for_all_that_run_together(
     for least, free, memory in (
         (1, 10**12, pages * 16 * token),
         (1, 1000, 900),
-        (10**9, 10**12, 10**9),
+        (10**9, 10**12, 10**9 // (16 * token) * 16 * token),
     ):
         monkeypatch.setattr(module, "LEAST", least)
         monkeypatch.setattr(module, "free_memory", lambda _, free=free: free)
