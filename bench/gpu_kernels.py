@@ -36,7 +36,7 @@ from regard.attention.sparse import (
 from regard.decode.engine import Engine
 from regard.decode.sequence import page_keys
 from regard.decode.settings import Request, Settings
-from regard.kernels import packed
+from regard.kernels import rounded
 from regard.kernels.packed import Packed
 from regard.kernels.triton import attention as gpu_attention
 from regard.kernels.triton import experts as gpu_experts
@@ -442,7 +442,7 @@ def packed_weights(kind: str, group: int, n: int, k: int) -> list[Any]:
     full = randn(n, k, by=k**-0.5)
     if kind == "bf16":
         return [full.clone() for _ in range(max(2, COLD // full.nbytes))]
-    one = packed.pack(full, kind, group=group or None)
+    one = rounded.pack(full, kind, group=group or None)
     return [one.clone() for _ in range(max(2, min(64, COLD // one.nbytes)))]
 
 

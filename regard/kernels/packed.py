@@ -1,4 +1,4 @@
-"""Weights for a GPU in 8 or 4 bits: how they are rounded, how they lie, and what comes back.
+"""Weights for a GPU in 8 or 4 bits: how they lie, and what comes back; regard/kernels/rounded.py makes them.
 
     python bench/gpu_kernels.py --part q      times products with them against full ones
     python bench/quality.py quantised         what they cost a model
@@ -15,12 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.kernels.linear import TILE, fours
-
 KINDS = ("fp8", "int4")
 GROUPS = (128, 64, 32)  # inputs that share a scale in 4 bits: the first that divides them
 E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0  # number of e4m3
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,34 +97,6 @@ def possible(kind: str, shape: Sequence[int]) -> bool:
     return len(shape) == 2 and shape[1] % 16 == 0 and (kind == "fp8" or group_of(shape[1]) > 0)
 
 
-@torch.no_grad()
-def pack(weight: Tensor, kind: str, back: Tensor | None = None, group: int | None = None) -> Packed:
-    """W (n k) in fewer bits. `back`: how it rounds (`feedback` of regard/kernels/linear.py), without it to the
-    nearest."""
-    assert possible(kind, weight.shape), (kind, weight.shape)
-    if kind == "fp8":
-        return Packed(*eights(weight, back), weight.dtype)
-    group = group or group_of(weight.shape[1])
-    q, scales = fours(weight, back, group)
-    low, high = q.unflatten(1, (-1, 2, group // 2)).unbind(2)
-    return Packed((low | high << 4).flatten(1), scales, weight.dtype)
-
-
-def eights(w: Tensor, back: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """W (n k) in e4m3 and its scales (n)."""
-    scale = (w.detach().float().abs().amax(1) / LARGEST).clamp(min=1e-30)
-    wide = F.pad(w.detach().float(), (0, -w.shape[1] % TILE))
-    rest = wide.view(len(w), -1, TILE).permute(2, 0, 1).contiguous()
-    q = torch.empty_like(rest, dtype=E4M3)
-    for i in range(TILE):
-        q[i] = (rest[i] / scale[:, None]).clamp(-LARGEST, LARGEST).to(E4M3)
-        if back is not None:
-            off = rest[i] - q[i].float() * scale[:, None]  # n k/64
-            rest[i + 1 :] -= off * back[:, i, i + 1 :].t()[:, None]
-    whole = q.view(torch.uint8).permute(1, 2, 0).reshape(len(w), -1)[:, : w.shape[1]]
-    return whole.contiguous().view(E4M3), scale
-
-
 class PackedLinear(nn.Module):
     """A linear layer that holds its weight packed, for inference. `dense` makes it whole at each call: what runs in a
     graph reads `packed`."""
@@ -152,3 +121,6 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.packed.dense(x.dtype), self.bias)
+
+
+Weight = Tensor | Packed

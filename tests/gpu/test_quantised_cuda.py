@@ -8,7 +8,8 @@ from torch import Tensor
 import regard
 from regard.decode.engine import Engine
 from regard.fast.cuda import quantised as cuda_quantised
-from regard.kernels.packed import GROUPS, PackedLinear, pack, unpacked
+from regard.kernels.packed import GROUPS, PackedLinear, unpacked
+from regard.kernels.rounded import pack
 from regard.kernels.triton import linear as gpu_linear
 from regard.kernels.triton import measured as gpu_measured
 from regard.kernels.triton import packed as gpu_packed

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from regard.kernels.linear import feedback, turned
-from regard.kernels.packed import GROUPS, LARGEST, Packed, PackedLinear, pack, possible, unpacked
+from regard.kernels.packed import GROUPS, Packed, PackedLinear, possible, unpacked
+from regard.kernels.rounded import LARGEST, pack
 from regard.kernels.triton import linear as gpu_linear
 from regard.kernels.triton import packed as gpu_packed
 from regard.kernels.triton import wide as gpu_wide

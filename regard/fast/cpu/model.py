@@ -55,22 +55,11 @@ def prepare(model: Model, precision: str = "fp32", *, consume: bool = False) -> 
     afterwards. Weights that need no change are shared with `model`. A tied head becomes a packed copy of its own, vocab
     x dim numbers beside the embedding."""
     device = next(model.parameters()).device
-    if precision not in (*PRECISIONS, *KINDS):
-        words = ", ".join(dict.fromkeys([*PRECISIONS, *(KINDS if device.type == "cuda" else ())]))
-        raise UsageError(f"precision {precision!r} is unknown; choose one of {words}")
-    if isinstance(model, Prepared):
-        raise UsageError(
-            f"this model is already prepared in {model.precision}; prepare the original"
-        )
+    _check(model, precision, device)
     if precision in KINDS and device.type == "cuda" and (model.towers or precision == "fp8"):
         from regard.fast.cuda.quantised import quantised  # slow to import
 
         return quantised(model, precision, consume)
-    if precision not in PRECISIONS:
-        raise UsageError(
-            f"{precision} is for a model on a GPU, this one is on {device}; "
-            f'here choose one of {", ".join(PRECISIONS)}: regard.prepare(model, "int8")'
-        )
     on_cpu = device.type == "cpu"
     if precision == "bf16" and on_cpu and model.towers and not half_is_fast():
         notice(
@@ -99,6 +88,22 @@ def prepare(model: Model, precision: str = "fp32", *, consume: bool = False) -> 
         much = "products alone" if on_cpu and usable(precision) else "none"
         made.parts["C code", f"{much}: {why}"] = 1
     return made.eval()
+
+
+def _check(model: Model, precision: str, device: torch.device) -> None:
+    on_gpu = device.type == "cuda"
+    if precision not in (*PRECISIONS, *KINDS):
+        words = ", ".join(dict.fromkeys([*PRECISIONS, *(KINDS if on_gpu else ())]))
+        raise UsageError(f"precision {precision!r} is unknown; choose one of {words}")
+    if isinstance(model, Prepared):
+        raise UsageError(
+            f"this model is already prepared in {model.precision}; prepare the original"
+        )
+    if precision not in PRECISIONS and not on_gpu:
+        raise UsageError(
+            f"{precision} is for a model on a GPU, this one is on {device}; "
+            f'here choose one of {", ".join(PRECISIONS)}: regard.prepare(model, "int8")'
+        )
 
 
 def why_not_native(model: Model, precision: str, dtype: torch.dtype | None) -> str:

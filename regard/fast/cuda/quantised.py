@@ -22,7 +22,8 @@ from regard.fast.cpu.prepared import Prepared, prepared
 from regard.fast.inputs import read_by
 from regard.fast.specialise import Row, Specialise
 from regard.kernels.linear import SMALL, feedback
-from regard.kernels.packed import Packed, PackedLinear, pack, possible
+from regard.kernels.packed import Packed, PackedLinear, possible
+from regard.kernels.rounded import pack
 from regard.layers import FeedForward, LMHead
 from regard.models import Model
 from regard.models.adapt import Int4Linear, LowRank

@@ -15,8 +15,9 @@ import math
 import torch
 from torch import Tensor
 
+from regard.kernels.packed import Weight
 from regard.kernels.triton import dense
-from regard.kernels.triton.linear import Rms, Weight, _ahead, jit, launch, ready, triton
+from regard.kernels.triton.linear import Rms, _ahead, jit, launch, ready, triton
 
 if triton is not None:
     import triton.language as tl

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.kernels.packed import Packed
+from regard.kernels.packed import Packed, Weight
 from regard.kernels.triton.measured import Form, fastest
-from regard.kernels.triton.packed import Weight, _halves, _pair, as_read, jit, triton
+from regard.kernels.triton.packed import _halves, _pair, as_read, jit, triton
 
 if triton is not None:
     import triton.language as tl

@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from regard.kernels.c.native import _cache
-from regard.kernels.packed import Packed
+from regard.kernels.packed import Weight
 
 ON = True  # False: the first form, always
 CLEARLY = 0.97  # how much faster another than the first must be: as fast is not faster
-Weight = Tensor | Packed
 Form = Callable[[Any], Any]  # of a weight
 
 

@@ -4,10 +4,10 @@ brought back whole for a product on many rows."""
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-
-from regard.kernels.packed import Packed
 
 try:
     import triton
@@ -17,7 +17,6 @@ except ImportError:  # the plain forms need none
 
 jit = triton.jit if triton is not None else lambda f: f
 
-Weight = Tensor | Packed
 # Of four bytes, whose low or high halves are q, each becomes the third of a float32, 1 + q / 128.
 _AS_THIRD = """lop3.b32 t, t, 0x0F0F0F0F, 0x80808080, 0xEA;
     prmt.b32 $0, t, 0x3F000000, 0x7044; prmt.b32 $1, t, 0x3F000000, 0x7144;
@@ -116,7 +115,7 @@ def _dense(q, scales, out, N, COLUMNS, GROUP: tl.constexpr, BLOCK: tl.constexpr)
         tl.store(out + n * COLUMNS + c, w.to(kind), mask=real)
 
 
-def as_read(w: Weight) -> tuple[Tensor, Tensor, int]:
+def as_read(w: Any) -> tuple[Tensor, Tensor, int]:
     """A matrix, its scales and the inputs that share one, as kernels are given them; of a full one itself."""
     if isinstance(w, Tensor):
         return w, w, 0
@@ -124,7 +123,7 @@ def as_read(w: Weight) -> tuple[Tensor, Tensor, int]:
     return w.q, scales, w.group
 
 
-def dense(w: Packed, dtype: torch.dtype) -> Tensor:
+def dense(w: Any, dtype: torch.dtype) -> Tensor:
     """`packed.unpacked` in one pass."""
     (q, scales, group), out = as_read(w), torch.empty(w.shape, dtype=dtype, device=w.device)
     n, columns = q.shape

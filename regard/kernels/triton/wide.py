@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.kernels.packed import Packed
+from regard.kernels.packed import Packed, Weight
 from regard.kernels.triton import dense, linear
 from regard.kernels.triton.linear import (
     ACTIVATIONS,
@@ -32,7 +32,7 @@ from regard.kernels.triton.linear import (
     triton,
 )
 from regard.kernels.triton.measured import Form, fastest
-from regard.kernels.triton.packed import Weight, _both, _eight, _pair, as_read
+from regard.kernels.triton.packed import _both, _eight, _pair, as_read
 
 if triton is not None:
     import triton.language as tl
