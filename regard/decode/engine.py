@@ -27,7 +27,7 @@ from regard.decode.check import check, check_draft, check_drafted, check_pages, 
 from regard.decode.runners import Runner
 from regard.decode.runners.graph import GraphRunner
 from regard.decode.runners.rows import Forward, Where
-from regard.decode.runners.steps import GraphSteps, steps_of, why_plain
+from regard.decode.runners.steps import GraphSteps, steps_of, unused, why_plain
 from regard.decode.runners.torch import TorchRunner
 from regard.decode.scheduler import Scheduler, Snapshot
 from regard.decode.sequence import Sequence
@@ -135,7 +135,8 @@ class Engine:
             # In a graph a draft model has its part of every page.
             own = self.draft.cache_specs() if graph and self.draft is not None else []
             specs = [*self.specs, *own]
-            pages = pages_in(memory, device, specs, page, dtype, most, self.longest, far)
+            spare = unused(model) if graph else 0
+            pages = pages_in(memory, device, specs, page, dtype, most, self.longest, far, spare)
         if graph and pages is not None:
             rows = rows or (most if stateful else rows_in(pages * page))
             longest = self.longest or pages * page
@@ -392,10 +393,12 @@ def pages_in(
     rows: int,
     longest: int | None,
     far: int | None = None,
+    spare: int = 0,
 ) -> int:
-    """How many pages a memory holds: so many bytes, or (up to 1) a share of what is free; 0.9 on a GPU, and 1,024 pages
-    elsewhere, if it is not said. No more than `rows` texts as long as the context need. Where sources lie in them too,
-    of `far` tokens at most (0: of any length), these have as many again."""
+    """How many pages a memory holds: so many bytes, or (up to 1) a share of what is free, `spare` bytes besides what
+    the device says; 0.9 on a GPU, and 1,024 pages elsewhere, if it is not said. No more than `rows` texts as long as
+    the context need. Where sources lie in them too, of `far` tokens at most (0: of any length), these have as many
+    again."""
     if memory is not None and not memory > 0:
         raise UsageError(f"memory is {memory}; give bytes, or a share of what is free such as 0.9")
     source = -(-(far or 0) // page)
@@ -404,7 +407,7 @@ def pages_in(
         return 1024 + (0 if far is None else max(1024, source))
     share = 0.9 if memory is None else memory
     if share <= 1:
-        share *= free_memory(device)
+        share *= free_memory(device) + spare
     # States lie beside the pages, one for each row, in float32 at least.
     states = sum(torch.Size(size).numel() for spec in specs for size in spec.state.values())
     share = max(0.0, share - states * max(4, dtype.itemsize) * (1 << (rows - 1).bit_length()))

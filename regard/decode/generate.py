@@ -15,7 +15,7 @@ from torch import Tensor
 from regard.decode.check import context_of
 from regard.decode.defaults import folder_settings, settings_of, special_of, tokenizer_of
 from regard.decode.engine import MANY, ROWS, Engine
-from regard.decode.runners.steps import why_plain
+from regard.decode.runners.steps import unused, why_plain
 from regard.decode.settings import Event, Request, Result
 from regard.decode.sources import source_size
 from regard.errors import UsageError
@@ -117,7 +117,7 @@ def engine_for(
     # As many pages beside a draft model, which has its part of each, as without: the next call finds them.
     pages = max(LEAST // max(1, numbers), 1 << pages.bit_length())
     wanted = pages * (numbers + (0 if draft is None else size(draft)))
-    memory = min(wanted, free_memory(weight.device) * 9 // 10)
+    memory = min(wanted, (free_memory(weight.device) + unused(model)) * 9 // 10)
     guesser = {} if draft is None else {"draft": draft}
     return Engine(model, rows=rows, page=page, memory=memory, **guesser)
 

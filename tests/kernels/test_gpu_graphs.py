@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import regard
+from regard.decode import engine as engines
 from regard.decode.engine import Engine
-from regard.decode.runners import slots
+from regard.decode.runners import slots, steps
 from regard.decode.runners.beams import ROOM
 from regard.decode.runners.steps import GraphSteps
 from regard.decode.settings import Request, Result, Settings
@@ -778,6 +779,24 @@ def test_rows_of_a_graph_follow_the_memory() -> None:
         assert engine.graph is not None and engine.graph.rows == engine.scheduler.rows == rows
     assert Engine(model, runner="torch", pages=10**5, page=16).scheduler.rows == 64
     assert Engine(model, runner="graph", pages=10**5, page=16, rows=3).scheduler.rows == 3
+
+
+def test_pages_that_were_kept_are_free_for_the_next_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where steps are kept: another engine has as many rows and pages as the first."""
+    model = regard.build("gpt2", layers=1, dim=32, heads=2, vocab=64, max_len=1024)
+    token, free = 2 * 32 * 4, 10**8
+    monkeypatch.setattr(engines, "free_memory", lambda device: free)
+    first = Engine(model, runner="graph", memory=0.9, rows=None)
+    assert first.graph is not None and first.pool is not None
+    monkeypatch.setitem(steps._kept, model, first.graph.steps)
+    rows, pages = first.graph.rows, len(first.pool.users)
+    assert (rows, pages) == (256, min(free * 9 // 10 // (16 * token), 256 * 64))
+    free -= first.pool.nbytes
+    steps._kept[model].owner = lambda: None
+    second = Engine(model, runner="graph", memory=0.9)
+    assert second.graph is not None and second.pool is not None
+    assert second.graph.rows == rows and len(second.pool.users) >= 0.9 * pages
+    steps._kept.pop(model, None)
 
 
 def test_captions_in_slots_are_the_plain_engines() -> None:

@@ -358,6 +358,12 @@ def widths(rows: int) -> list[int]:
 _kept: weakref.WeakKeyDictionary[Model, GraphSteps] = weakref.WeakKeyDictionary()
 
 
+def unused(model: Model) -> int:
+    """Bytes of pages that were kept for a model and that nobody has: free for who comes next."""
+    kept = _kept.get(model)
+    return 0 if kept is None or kept.owner() is not None else kept.pool.nbytes
+
+
 def why_plain(
     model: Model, backend: str = "sdpa", draft: Model | None = None, anywhere: bool = False
 ) -> str:
