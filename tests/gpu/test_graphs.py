@@ -142,7 +142,8 @@ def test_faster_form_is_measured_on_the_device(monkeypatch: pytest.MonkeyPatch) 
     known: dict[str, str] = {}
     model, asked = build("gqa", torch.bfloat16), requests(4)
     assert answer(model, asked, 4)
-    assert {key.split()[0] for key in known} == {"linear"}
+    kinds = {key.split()[0] for key in known}
+    assert "rows" in kinds <= {"linear", "rows"}
     w = torch.ones(2**22, device="cuda")
     slow, fast = (lambda w: w.exp().exp().exp()), (lambda w: w.exp())
     assert gpu_measured.fastest("slow", w, {"ours": slow, "torch": fast}) == "torch"
