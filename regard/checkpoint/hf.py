@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out, and models of transformers in memory: the tables of families.py run both ways.
+"""Hugging Face folders in and out, and models of transformers in memory: the tables of families/ run both ways.
 
 A model that no family can express is saved to the same folder layout with `model_type: "regard"`.
 """

@@ -1,4 +1,4 @@
-"""What the tables of families.py are made of. Every rule runs both ways: Hugging Face's words to ours, and back.
+"""What the tables of families/ are made of. Every rule runs both ways: Hugging Face's words to ours, and back.
 
 Config rules work on plain nested data (`to_dict` of a config); tensors.py has those for tensors. A rule whose place
 does not exist in this model (a head that it lacks) does nothing.
@@ -558,7 +558,7 @@ def ids_below(last: int, *names: str) -> Group:
 
 @dataclass(frozen=True)
 class Family:
-    """Everything about one of Hugging Face's model types, as data. families.py tells how to write one."""
+    """Everything about one of Hugging Face's model types, as data. families/ tells how to write one."""
 
     name: str
     # What their tensor names begin with when a head sits on the body.

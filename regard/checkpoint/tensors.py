@@ -1,4 +1,4 @@
-"""Rules for tensors: names on both sides, and the operation between them; each runs both ways. families.py has them in
+"""Rules for tensors: names on both sides, and the operation between them; each runs both ways. families/ has them in
 tables. A rule whose place does not exist in this model (a bias or a head that it lacks) does nothing.
 """
 

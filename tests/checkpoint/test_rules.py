@@ -1,4 +1,4 @@
-"""Each kind of rule of families.py by itself: what it reads, that it writes what it reads, and that what is said
+"""Each kind of rule of families/ by itself: what it reads, that it writes what it reads, and that what is said
 already stays as it is."""
 
 import copy

@@ -12,16 +12,9 @@ from safetensors.torch import load_file, save_file
 
 import regard
 from regard.checkpoint import rules, tensors
-from regard.checkpoint.families import (
-    ACTIVATIONS,
-    FAMILIES,
-    GATED,
-    SWIGLU,
-    decoder_heads,
-    llama_like,
-    sizes,
-)
-from regard.checkpoint.rules import Key
+from regard.checkpoint.families import FAMILIES
+from regard.checkpoint.families.common import GATED, SWIGLU, decoder_heads, llama_like, sizes
+from regard.checkpoint.rules import ACTIVATIONS, Key
 from regard.checkpoint.tensors import To
 from regard.presets import PRESETS, presets_of
 from tests.open.stranger import added, decodes, home, promised
@@ -111,5 +104,5 @@ def test_preset_of_an_added_family_is_built_changed_and_written_in_its_words(
 
 
 def test_family_costs_as_many_files_as_the_architecture_says() -> None:
-    assert home(FAMILIES) == "regard/checkpoint/families.py"
+    assert home(FAMILIES) == "regard/checkpoint/families/__init__.py"
     assert len({home(FAMILIES)}) == promised("add a Hugging Face family")

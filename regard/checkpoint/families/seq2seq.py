@@ -1,0 +1,254 @@
+"""An encoder and a decoder: T5, BART, Marian."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from regard.attention import GQA
+from regard.block import Tower
+from regard.checkpoint import rules, tensors
+from regard.checkpoint.families.common import BIASED_ATTENTION, POST_NORM
+from regard.checkpoint.rules import ACTIVATIONS, Data, Family, Group, Key, Keys, fixed
+from regard.checkpoint.tensors import To, Weights
+from regard.layers import LM, MLP, Norm
+from regard.models import EncoderDecoderConfig, Tokens
+from regard.models.init import Start
+from regard.position import Learned, Sinusoidal, T5Bias
+
+_FRAME = {
+    "shared.weight": To("source.weight", unless="target.weight"),
+    "encoder.embed_tokens.weight": To("source.weight", needs="target.weight"),
+    "decoder.embed_tokens.weight": "target.weight",
+}
+_PLAIN = GQA(1, head_dim=1, scale=1.0)
+_T5_ENCODER = Tower(
+    1, 1, _PLAIN, MLP(1, bias=False, dropout=0.0), norm=Norm(1e-6, rms=True), causal=False,
+    relative=T5Bias(1), end_dropped=True,
+)  # fmt: skip
+_T5_DECODER = replace(_T5_ENCODER, cross=_PLAIN, causal=True, relative=T5Bias(1, causal=True))
+
+
+def _t5_tower(tower: str, last: int) -> Weights:
+    """`last`: which of the parts of a layer is the feed-forward, after self-attention and perhaps cross-attention: its
+    norm is then not that of the second."""
+    ffn = f"{last}.DenseReluDense."
+    gate = "ffn.gate.weight"
+    rows: Weights = {
+        "0.SelfAttention.{q,k,v,o}.weight": "attention.w{q,k,v,o}.weight",
+        "1.EncDecAttention.{q,k,v,o}.weight": "cross.w{q,k,v,o}.weight",
+        "{0,1}.layer_norm.weight": "norm{1,2}.weight", f"{last}.layer_norm.weight": "norm3.weight",
+        f"{ffn}wi.weight": To("ffn.up.weight", unless=gate),
+        f"{ffn}wi_1.weight": To("ffn.up.weight", needs=gate), f"{ffn}wi_0.weight": gate,
+        f"{ffn}wo.weight": "ffn.down.weight",
+    }  # fmt: skip
+    bias = f"{tower}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    return {
+        **tensors.under(f"{tower}.block.{{i}}.layer.", f"{tower}.blocks.{{i}}.", rows),
+        bias: f"{tower}.relative.weight", f"{tower}.final_layer_norm.weight": f"{tower}.norm.weight",
+    }  # fmt: skip
+
+
+# feed_forward_proj -> our activation, and whether it is gated; gated-gelu is the approximation.
+_T5_GATED = {"gated-gelu": ("gelu_tanh", True)}
+_T5_FFN = _T5_GATED | {name: (ours, False) for name, ours in ACTIVATIONS.items()}
+_T5_FFN |= {f"gated-{name}": (ours, True) for name, ours in ACTIVATIONS.items()} | _T5_GATED
+
+
+def _t5_ffn_of(theirs: Data) -> tuple[str, bool]:
+    """Activation and gate: what dense_act_fn and is_gated_act say is stronger than feed_forward_proj."""
+    word = theirs.get("feed_forward_proj")
+    act = theirs.get("dense_act_fn")
+    word = "relu" if word is None else word
+    for key, value, known in (
+        ("feed_forward_proj", word, _T5_FFN),
+        ("dense_act_fn", act or "relu", ACTIVATIONS),
+    ):
+        if value not in known:
+            raise rules.wrong(f"{key} is {value!r}; known: {', '.join(known)}")
+    name, gated = _T5_FFN[word]
+    said = theirs.get("is_gated_act")
+    return ACTIVATIONS[act] if act else name, gated if said is None else said
+
+
+def _read_t5_ffn(theirs: Data, ours: Data) -> None:
+    for tower in ("encoder", "decoder"):
+        ours[tower]["ffn"] |= dict(zip(("activation", "gated"), _t5_ffn_of(theirs)))
+
+
+def _write_t5_ffn(ours: Data, theirs: Data) -> None:
+    ffn = tuple(rules.need(ours, f"encoder.ffn.{name}") for name in ("activation", "gated"))
+    if _t5_ffn_of(theirs) != ffn:
+        theirs["feed_forward_proj"] = next(word for word, of in _T5_FFN.items() if of == ffn)
+        for stale in ("dense_act_fn", "is_gated_act"):
+            theirs.pop(stale, None)
+
+
+def _t5_scale_of(theirs: Data) -> bool:
+    """v1.0 multiplies the decoder's output by dim^-0.5; in older folders v1.1 shows by tie_word_embeddings false."""
+    if "scale_decoder_outputs" in theirs:
+        return bool(theirs["scale_decoder_outputs"])
+    return theirs.get("tie_word_embeddings") is not False
+
+
+def _write_t5_scale(ours: Data, theirs: Data) -> None:
+    if ours["head"] is None:
+        return
+    scaled = ours["head"]["scaled"]
+    if "scale_decoder_outputs" not in theirs or _t5_scale_of(theirs) != scaled:
+        theirs["scale_decoder_outputs"] = theirs["tie_word_embeddings"] = scaled
+
+
+def _t5(dim: int, layers: int, heads: int, ffn: int) -> Data:
+    return dict(vocab_size=32128, d_model=dim, num_layers=layers, num_heads=heads, d_ff=ffn)
+
+
+T5 = Family(
+    name="t5", base="", blank=EncoderDecoderConfig(Tokens(1), _T5_ENCODER, Tokens(1), _T5_DECODER),
+    heads={"T5ForConditionalGeneration": LM(), "T5Model": None},
+    config=dict(
+        vocab_size=Key("{source,target}.vocab"), d_model=Key("{encoder,decoder}.dim"),
+        num_layers=Key("encoder.layers"),
+        num_decoder_layers=Key("decoder.layers", lambda hf: hf["num_layers"]),
+        num_heads=Key("{encoder,decoder}.{attention,relative}.heads decoder.cross.heads"),
+        d_kv=Key("{encoder,decoder}.attention.head_dim decoder.cross.head_dim", 64),
+        d_ff=Key("{encoder,decoder}.ffn.ffn_dim"),
+        relative_attention_num_buckets=Key("{encoder,decoder}.relative.buckets", 32),
+        relative_attention_max_distance=Key("{encoder,decoder}.relative.max_distance", 128),
+        layer_norm_epsilon=Key("{encoder,decoder}.norm.eps", 1e-6),
+        dropout_rate=Key(
+            "{encoder,decoder,source,target,encoder.ffn,decoder.ffn}.dropout "
+            "{encoder.attention,decoder.attention,decoder.cross}.dropout",
+            0.1,
+        ),
+        feed_forward_proj=Group(
+            ("feed_forward_proj", "dense_act_fn", "is_gated_act"), _read_t5_ffn, _write_t5_ffn,
+        ),
+        scale_decoder_outputs=Group(
+            ("scale_decoder_outputs", "tie_word_embeddings"),
+            lambda theirs, ours: rules.put(ours, "head.scaled", _t5_scale_of(theirs)), _write_t5_scale,
+        ),
+        is_causal=rules.Fixed(True, null=False), **fixed(is_decoder=False),
+    ),
+    inert="n_positions classifier_dropout",
+    aliases=dict(hidden_size="d_model", num_attention_heads="num_heads", head_dim="d_kv") | dict(
+        num_hidden_layers="num_layers",
+    ),
+    tensors={**_FRAME, **_t5_tower("encoder", 1), **_t5_tower("decoder", 2)},
+    head_tensors={"lm": {"lm_head.weight": "head.weight"}},
+    carried=(
+        r"shared\.weight",
+        r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
+    ),
+    start=Start("t5", 1.0),
+    presets={
+        "t5-small": _t5(512, 6, 8, 2048), "t5-base": _t5(768, 12, 12, 3072),
+        "t5-v1.1-small": _t5(512, 8, 6, 1024) | {
+            "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "head.tied": False,
+        },
+    },
+)  # fmt: skip
+
+# --- BART and Marian ----------------------------------------------------------------------------------------------
+
+_BART_ENCODER = replace(POST_NORM, ffn=MLP(1, "gelu", dropout=0.0))
+_BART_DECODER = replace(_BART_ENCODER, cross=BIASED_ATTENTION, causal=True)
+_BART_HEAD = LM(bias=True, trained=False)
+
+
+def _bart(words: Tokens) -> EncoderDecoderConfig:
+    return EncoderDecoderConfig(words, _BART_ENCODER, words, _BART_DECODER, _BART_HEAD, max_len=1)
+
+
+_BART_KEYS: Keys = dict(
+    d_model=Key("{encoder,decoder}.dim"), encoder_layers=Key("encoder.layers"),
+    decoder_layers=Key("decoder.layers"), encoder_attention_heads=Key("encoder.attention.heads"),
+    decoder_attention_heads=Key("decoder.{attention,cross}.heads"),
+    encoder_ffn_dim=Key("encoder.ffn.ffn_dim"), decoder_ffn_dim=Key("decoder.ffn.ffn_dim"),
+    max_position_embeddings=Key("max_len {source,target}.position.max_len"),
+    activation_function=Key("{encoder,decoder}.ffn.activation", "gelu", ACTIVATIONS),
+    activation_dropout=Key("{encoder,decoder}.ffn.dropout", 0.0),
+    dropout=Key("{encoder,decoder,source,target}.dropout", 0.1),
+    attention_dropout=Key("{encoder.attention,decoder.attention,decoder.cross}.dropout", 0.0),
+    encoder_layerdrop=Key("encoder.layer_drop", 0.0), decoder_layerdrop=Key("decoder.layer_drop", 0.0),
+    scale_embedding=Key("{source,target}.scaled", False), tie_word_embeddings=Key("head.tied", True),
+    is_causal=rules.Fixed(True, null=False),
+    **fixed(is_decoder=False, normalize_before=False, add_final_layer_norm=False),
+)  # fmt: skip
+
+
+def _bart_tower(tower: str, side: str) -> Weights:
+    rows = {
+        "self_attn.{q,k,v,out}_proj.*": "attention.w{q,k,v,o}.*",
+        "encoder_attn.{q,k,v,out}_proj.*": "cross.w{q,k,v,o}.*",
+        "{self_attn,encoder_attn,final}_layer_norm.*": "norm{1,2,3}.*", "fc{1,2}.*": "ffn.{up,down}.*",
+    }  # fmt: skip
+    return {
+        **tensors.under(f"{tower}.layers.{{i}}.", f"{tower}.blocks.{{i}}.", rows),
+        f"{tower}.embed_positions.weight": f"{side}.position.weight",
+        f"{tower}.layernorm_embedding.*": f"{side}.norm.*",
+    }
+
+
+def _bart_sizes(vocab: int, dim: int, layers: int, heads: int, ffn: int, context: int) -> Data:
+    each = dict(layers=layers, attention_heads=heads, ffn_dim=ffn)
+    towers = {f"{side}_{k}": v for side in ("encoder", "decoder") for k, v in each.items()}
+    return dict(vocab_size=vocab, d_model=dim, max_position_embeddings=context, **towers)
+
+
+BART = Family(
+    name="bart", base="model.", blank=_bart(Tokens(1, Learned(1, offset=2), norm=Norm())),
+    heads={"BartForConditionalGeneration": _BART_HEAD, "BartModel": None},
+    config=_BART_KEYS | dict(
+        vocab_size=Key("{source,target}.vocab"),
+        **fixed(normalize_embedding=True, static_position_embeddings=False),
+    ),
+    inert="""classifier_dropout classif_dropout add_bias_logits extra_pos_embeddings
+    force_bos_token_to_be_generated""",
+    aliases=dict(
+        hidden_size="d_model", num_attention_heads="encoder_attention_heads",
+        num_hidden_layers="encoder_layers",
+    ),
+    tensors={**_FRAME, **_bart_tower("encoder", "source"), **_bart_tower("decoder", "target")},
+    head_tensors={"lm": {"lm_head.weight": "head.weight", "final_logits_bias": To("head.bias", tensors.ROW)}},
+    apart=True, derived=(r"model\.(encoder|decoder)\.version",), carried=(r"model\.shared\.weight",),
+    presets={
+        "bart-base": _bart_sizes(50265, 768, 6, 12, 3072, 1024),
+        "bart-large": _bart_sizes(50265, 1024, 12, 16, 4096, 1024),
+    },
+)  # fmt: skip
+
+
+def _read_shared(theirs: Data, ours: Data) -> None:
+    ours["shared"] = theirs.get("share_encoder_decoder_embeddings") is not False
+
+
+def _write_shared(ours: Data, theirs: Data) -> None:
+    """A folder may say that the tables are shared and yet, with nothing tied, hold one each: the tensors tell."""
+    if not theirs.get("share_encoder_decoder_embeddings") or theirs["tie_word_embeddings"]:
+        theirs["share_encoder_decoder_embeddings"] = ours["shared"]
+
+
+def _write_padding(ours: Data, theirs: Data) -> None:
+    """Marian pads, and starts its output, with the last id; transformers must find it inside the vocabulary."""
+    for key in ("pad_token_id", "decoder_start_token_id"):
+        theirs.setdefault(key, ours["target"]["vocab"] - 1)
+
+
+MARIAN = replace(
+    BART, name="marian", blank=_bart(Tokens(1, Sinusoidal(1, layout="halves"))),
+    heads={"MarianMTModel": _BART_HEAD, "MarianModel": None},
+    config=dict(
+        vocab_size=Key("source.vocab"), decoder_vocab_size=Key("target.vocab", lambda hf: hf["vocab_size"]),
+        share_encoder_decoder_embeddings=Group(
+            ("share_encoder_decoder_embeddings",), _read_shared, _write_shared,
+        ),
+        pad_token_id=Group(("pad_token_id", "decoder_start_token_id"), lambda *_: None, _write_padding),
+        **_BART_KEYS, **fixed(normalize_embedding=False, static_position_embeddings=True),
+    ),
+    derived=(*BART.derived, r"model\.(encoder|decoder)\.embed_positions\.weight"),
+    presets={
+        "marian": _bart_sizes(58101, 512, 6, 8, 2048, 512) | dict(
+            scale_embedding=True, activation_function="silu",
+        ),
+    },
+)  # fmt: skip
