@@ -116,9 +116,7 @@ GEMMA3 = llama_like(
         hidden_act=None, rms_norm_eps=Key("tower.norm.eps tower.attention.qk_norm", 1e-6),
         tie_word_embeddings=Key("head.tied", True), num_key_value_heads=Key("tower.attention.kv_heads", 4),
         head_dim=Key("tower.attention.head_dim", 256),
-        query_pre_attn_scalar=Key(
-            "tower.attention.scale", 256, (lambda n: n**-0.5, lambda scale: round(scale**-2)),
-        ),
+        query_pre_attn_scalar=Key("tower.attention.scale", 256, rules.ROOT),
         attention_bias=BIASED,
         hidden_activation=Key("tower.ffn.activation", "gelu_pytorch_tanh", ACTIVATIONS),
         rope_parameters=rules.ropes_by_layer(("rope_theta", 1e6), ("rope_local_base_freq", 1e4)),
