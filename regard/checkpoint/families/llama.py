@@ -21,6 +21,7 @@ from regard.checkpoint.families.common import (
     sizes,
     sliding,
 )
+from regard.checkpoint.multimodal import Multimodal
 from regard.checkpoint.rules import ACTIVATIONS, Data, Key, Keys, fixed
 from regard.checkpoint.tensors import To
 from regard.layers import LM, MLP, Classify
@@ -48,6 +49,7 @@ MISTRAL = llama_like(
     keys=dict(num_key_value_heads=EIGHT_KV, sliding_window=Key("tower.attention.window", 4096, null=None)),
     presets={"mistral-7b": sizes(32000, 4096, 32, 32, 14336, 32768, rms_norm_eps=1e-5)},
 )  # fmt: skip
+MISTRAL3 = Multimodal("mistral3", "mistral", missing=dict(tie_word_embeddings=True))
 MIXTRAL = llama_like(
     "mixtral", decoder_heads("Mixtral"), replace(ROTARY, rope=Rope(1e6)), MoE(1, 1, 1),
     keys=dict(
@@ -134,6 +136,10 @@ GEMMA3 = llama_like(
     presets={
         "gemma-3-1b": sizes(262144, 1152, 26, 4, 6912, 32768, num_key_value_heads=1, sliding_window=512),
     },
+)  # fmt: skip
+GEMMA3_PICTURES = Multimodal(
+    "gemma3", "gemma3_text",
+    missing=sizes(262208, 2304, 26, 8, 9216, 131072),
 )  # fmt: skip
 _OLMO = GQA(1, 1, 1, rope=Rope(wide=True), qk_norm=1e-5, qk_norm_whole=True)
 _OLMO_LAYER = ATTENTION | GATED | ADDED_NORMS
