@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Annotated, Protocol
 
@@ -145,6 +146,36 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+class Xielu(nn.Module):
+    """xIELU (Huang and Schlag 2025, arXiv:2411.13010): a x^2 + b x above 0, c (e^x - 1 - x) + b x below, with trained
+    a = softplus(alpha_p) and c = b + softplus(alpha_n). b and the x next to 0 at which e^x - 1 stops are kept with the
+    weights, and no gradient changes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha_p, self.alpha_n = (nn.Parameter(torch.empty(1)) for _ in "pn")
+        self.beta = nn.Parameter(torch.empty(()), requires_grad=False)
+        self.eps = nn.Parameter(torch.empty(()), requires_grad=False)
+        self.start()
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """a and c are 0.8."""
+        for weight, value in ((self.alpha_p, 0.8), (self.alpha_n, 0.3)):
+            nn.init.constant_(weight, math.log(math.expm1(value)))
+        nn.init.constant_(self.beta, 0.5)
+        nn.init.constant_(self.eps, -1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, c = F.softplus(self.alpha_p), self.beta + F.softplus(self.alpha_n)
+        below = (torch.expm1(torch.minimum(x, self.eps)) - x) * c
+        return torch.where(x > 0, a * x * x, below) + self.beta * x
+
+
+# Activations with weights of their own, for feed-forwards alone.
+TRAINED: dict[str, type[nn.Module]] = {"xielu": Xielu}
+
+
 def activation(name: str) -> Callable[[Tensor], Tensor]:
     if name not in ACTIVATIONS:
         raise UsageError(f"activation {name!r} is unknown; {nearest(name, ACTIVATIONS)}")
@@ -173,7 +204,8 @@ class FeedForward(Renamed, nn.Module):
     def __init__(self, config: MLP, dim: int, add: Add | None = None):
         super().__init__()
         c = config
-        self.config, self.act = c, activation(c.activation)
+        trained = TRAINED.get(c.activation)
+        self.config, self.act = c, trained() if trained else activation(c.activation)
         self.gate = nn.Linear(dim, c.ffn_dim, bias=c.bias) if c.gated else None
         self.up = nn.Linear(dim, c.ffn_dim, bias=c.bias)
         self.down = nn.Linear(c.ffn_dim, dim, bias=c.bias)

@@ -14,6 +14,7 @@ from regard.config import (
     Amount,
     Count,
     Divides,
+    Excludes,
     Fraction,
     Needs,
     Positive,
@@ -27,6 +28,7 @@ from regard.mask import Span, Visible
 from regard.position import Rope, turned
 
 EPS = Needs("qk_norm", such="1e-6")
+BY_HEAD = "what is turned is normed head by head"
 
 
 @settings
@@ -48,6 +50,8 @@ class GQA:
     qk_norm: Amount | None = None  # eps of an RMS norm on each query and key head
     qk_norm_whole: Annotated[bool, EPS] = False  # on all heads at once (OLMo 2)
     qk_norm_plus_one: Annotated[bool, EPS] = False  # by 1 + w (Gemma 3)
+    # after they are turned (HunYuan)
+    qk_norm_last: Annotated[bool, EPS, Excludes("qk_norm_whole", BY_HEAD)] = False
     window: Count | None = None  # a query sees this many tokens at most, itself among them
     dropout: Fraction = 0.0  # of attention weights, in training
     scale: Real | None = None  # default: 1 / sqrt(head_dim)
@@ -68,7 +72,8 @@ class GQA:
         return self.head_dim or dim // self.heads
 
     def make(self, dim: int, memory_dim: int | None = None, add: Add | None = None) -> Mechanism:
-        return GroupedQueryAttention(self, dim, memory_dim, add)
+        kind = NormedLast if self.qk_norm_last else GroupedQueryAttention
+        return kind(self, dim, memory_dim, add)
 
 
 class GroupedQueryAttention(Mechanism):
@@ -152,3 +157,19 @@ class GroupedQueryAttention(Mechanism):
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return torch.sigmoid(x)
+
+
+class NormedLast(GroupedQueryAttention):
+    """Queries and keys are turned, then normed."""
+
+    def as_heads(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        return super().as_heads(x, None)
+
+    def as_queries(self, q: Tensor, ctx: Context) -> Tensor:
+        assert self.q_norm is not None
+        return self.q_norm(super().as_queries(q, ctx))
+
+    def as_entries(self, k: Tensor, v: Tensor, ctx: Context) -> Entries:
+        assert self.k_norm is not None
+        entries = super().as_entries(k, v, ctx)
+        return {**entries, "k": self.k_norm(entries["k"])}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from regard.attention.multihead import GroupedQueryAttention
 from regard.block import Stack
 from regard.config import Amount, settings
-from regard.layers import LabelHead, LMHead, RMSNorm, TokenBatchNorm
+from regard.layers import LabelHead, LMHead, RMSNorm, TokenBatchNorm, Xielu
 from regard.models.embedding import PatchEmbedding, TokenEmbedding
 from regard.moe import MixtureOfExperts
 from regard.position import Learned, PositionVectors, RelativeBias
@@ -55,6 +55,8 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
                 (part.var, 1.0),
             ):
                 nn.init.constant_(weight, value)
+        elif isinstance(part, Xielu):
+            part.start()
         elif isinstance(part, MixtureOfExperts):
             for weight in (part.gate, part.up, part.down):
                 _matrix(weight, start)
