@@ -194,6 +194,8 @@ def check_kinds(theirs: Data, keys: Collection[str]) -> None:
 ACTIVATIONS = {name: name for name in ("relu", "gelu", "silu", "tanh", "quick_gelu", "relu2")}
 ACTIVATIONS |= dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
 ACTIVATIONS |= {"gelu_python": "gelu", "swish": "silu"}
+# A scale of scores, said as the number whose root divides them.
+ROOT = (lambda n: n**-0.5, lambda scale: round(scale**-2))
 
 # --- keys that only make sense together: RoPE -----------------------------------------------------------------------
 
