@@ -53,6 +53,7 @@ class Order:
     outer: bool = True  # a norm for each part, which `around` is given
     added: bool = False  # a norm of what a part adds, before it is added
     parallel: bool = False  # attention and feed-forward read the same stream
+    shared: bool = False  # parallel: through one norm
 
 
 ORDERS: dict[str, Order] = {
@@ -61,6 +62,7 @@ ORDERS: dict[str, Order] = {
     "sandwich": Order(added=True),
     "inner": Order(outer=False, added=True),
     "parallel": Order(parallel=True),
+    "shared": Order(parallel=True, shared=True),
 }
 
 APART = "source and target have no common positions"
@@ -71,7 +73,8 @@ class Tower:
     """`layers` blocks of width `dim`. `attention` and `ffn` are one config for all layers, or one per layer.
 
     order "pre": x + f(norm(x)), with a norm at the end; "post": norm(x + f(x)), as in 2017; "sandwich": x +
-    norm(f(norm(x))) (Gemma); "inner": x + norm(f(x)) (OLMo 2); "parallel": x + f(norm(x)) + g(norm'(x)) (GPT-NeoX).
+    norm(f(norm(x))) (Gemma); "inner": x + norm(f(x)) (OLMo 2); "parallel": x + f(norm(x)) + g(norm'(x)) (GPT-NeoX);
+    "shared": the same with one norm for both (GPT-J, Phi).
     `dropout` falls on what each part adds to the stream. `layer_drop`: the share of layers that a step of training
     leaves out (Fan et al. 2020, arXiv:1909.11556)."""
 
@@ -86,7 +89,7 @@ class Tower:
     ) = None
     memory_dim: Count | None = None  # width of what `cross` attends to; default: dim
     norm: Norms = Norm()  # of each part; "batch": BatchNorm
-    # where it stands: pre, post, sandwich, inner, parallel
+    # where it stands: pre, post, sandwich, inner, parallel, shared
     order: Annotated[str, Choice(ORDERS)] = "pre"
     final_norm: bool = True  # one more at the end (pre)
     causal: bool = True  # a token sees those before it alone
@@ -155,18 +158,21 @@ class Block(nn.Module):
         if c.cross is not None:
             self.cross = c.cross.make(dim, c.memory_dim, add(c.attention_dropped))
             self.norm2 = norm()
-        self.ffn, self.norm3 = ffn.make(dim, add(c.ffn_dropped)), norm()
+        self.ffn = ffn.make(dim, add(c.ffn_dropped))
+        self.norm3 = None if order.shared else norm()
 
     def forward(self, x: Tensor, ctx: Context, cross: Context | None = None) -> Tensor:
         if ORDERS[self.order].parallel:
-            assert self.norm3 is not None
-            return self.ffn(self.norm3(x), self.around(self.norm1, self.attention, x, ctx))
+            if self.norm3 is not None:
+                return self.ffn(self.norm3(x), self.around(self.norm1, self.attention, x, ctx))
+            normed = x if self.norm1 is None else self.norm1(x)
+            return self.ffn(normed, self.around(lambda _: normed, self.attention, x, ctx))
         x = self.around(self.norm1, self.attention, x, ctx)
         if self.cross is not None:
             x = self.around(self.norm2, self.cross, x, cross)
         return self.around(self.norm3, self.ffn, x)
 
-    def around(self, norm: nn.Module | None, part: nn.Module, x: Tensor, *ctx: Any) -> Tensor:
+    def around(self, norm: Normed | None, part: nn.Module, x: Tensor, *ctx: Any) -> Tensor:
         """The stream after a part, which adds x itself, where there is a residual."""
         normed = _same if norm is None else norm
         return ORDERS[self.order].around(normed, part, x, x if self.residual else None, *ctx)

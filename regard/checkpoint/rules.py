@@ -519,14 +519,17 @@ def _write_labels(ours: Data, theirs: Data) -> None:
     theirs["label2id"] = {f"LABEL_{i}": i for i in range(labels)}
 
 
-def head_dropout(**keys: tuple[str, str | float]) -> Group:
-    """The dropout of a head, by its kind: its key, and what a missing or null one means: a number, or the value of
-    another key, which is 0.1 where it is missing too. Kinds that are not named have none."""
+def head_dropout(**keys: tuple[str, str | float | Callable[[Data], float]]) -> Group:
+    """The dropout of a head, by its kind: its key, and what a missing or null one means: a number, what a function
+    makes of the other keys, or the value of another key, which is 0.1 where it is missing too. Kinds that are not
+    named have none."""
 
     def of(theirs: Data, kind: Any) -> float:
         name, default = keys[kind]
         if theirs.get(name) is not None:
             return theirs[name]
+        if callable(default):
+            return default(theirs)
         return theirs.get(default, 0.1) if isinstance(default, str) else default
 
     def read(theirs: Data, ours: Data) -> None:
