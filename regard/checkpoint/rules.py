@@ -295,13 +295,18 @@ def rope_at(
     base: str = "rope_theta",
     share: str = "",
     renamed: Mapping[str, str] | None = None,
+    idle: str = "",
     **missing: Any,
 ) -> Group:
     """The RoPE of the attention at this place of ours. `base` and `share` are their older keys for them (no share:
-    heads turn whole), `renamed` their other words for a rope_type, `missing` what missing keys mean."""
+    heads turn whole), `renamed` their other words for a rope_type, `missing` what missing keys mean, `idle` words of
+    rope_parameters that decide nothing here."""
 
     def words(theirs: Data, _: str) -> Data:
         said = {**missing, **{k: v for k, v in theirs.items() if v is not None}}
+        for key in ("rope_parameters", "rope_scaling"):
+            if idle and isinstance(said.get(key), dict):
+                said[key] = {k: v for k, v in said[key].items() if k not in idle.split()}
         said |= {"rope_theta": said.get(base)}
         said |= {"partial_rotary_factor": said.get(share)} if share else {}
         out = _rope_of(said, renamed or {})
@@ -310,7 +315,16 @@ def rope_at(
         return out
 
     more = ["original_max_position_embeddings", *([] if share else ["partial_rotary_factor"])]
-    return _ropes({"": place}, words, [base, share] if share else [base], more)
+    group = _ropes({"": place}, words, [base, share] if share else [base], more)
+
+    def write(ours: Data, theirs: Data) -> None:
+        given = theirs.get("rope_parameters") or {}
+        group.writer(ours, theirs)
+        kept = {key: given[key] for key in idle.split() if key in given}
+        if kept:
+            theirs["rope_parameters"] = {**theirs["rope_parameters"], **kept}
+
+    return replace(group, writer=write)
 
 
 def ropes_by_layer(
