@@ -210,6 +210,7 @@ _SCALING: dict[str, dict[str, str]] = {
     | {_ORIGINAL: "original_len"},
     "longrope": dict(factor="factor", short_factor="short", long_factor="long")
     | {"attention_factor": "attention_factor", _ORIGINAL: "original_len"},
+    "proportional": dict(factor="factor", partial_rotary_factor="share"),
 }
 # What may be missing, and what it means then.
 _OPTIONAL: Data = dict(beta_fast=32.0, beta_slow=1.0, truncate=True)
@@ -229,7 +230,9 @@ def _rope_of(theirs: Data, renamed: Mapping[str, str]) -> Data:
         kind = "default"
         for key in ("factor", _ORIGINAL):
             given.pop(key, None)
-    share = given.pop("partial_rotary_factor", theirs.get("partial_rotary_factor"))
+    share = theirs.get("partial_rotary_factor")
+    if kind != "proportional":
+        share = given.pop("partial_rotary_factor", share)
     scaling: Data | None = None
     if kind != "default":
         if kind not in _SCALING:
@@ -238,6 +241,9 @@ def _rope_of(theirs: Data, renamed: Mapping[str, str]) -> Data:
         whole = theirs.get("max_position_embeddings")
         original = given.get(_ORIGINAL) or theirs.get(_ORIGINAL) or whole
         missing = {**_OPTIONAL, _ORIGINAL: original}
+        if kind == "proportional":
+            missing |= dict(factor=1.0, partial_rotary_factor=1.0 if share is None else share)
+            share = None
         if kind == "longrope":
             missing["factor"] = whole and whole / original
         for key, name in _SCALING[kind].items():
@@ -328,15 +334,18 @@ def rope_at(
 
 
 def ropes_by_layer(
-    full: tuple[str, float], sliding: tuple[str, float], scaled: str = "full_attention"
+    full: tuple[str, float],
+    sliding: tuple[str, float],
+    scaled: str = "full_attention",
+    missing: Data | None = None,
 ) -> Group:
     """A RoPE for the layers that see all and one for those that slide, as `sliding_layers` lists them. `full` and
     `sliding` are older keys for their bases and what missing ones mean, `scaled` says whose scaling an older
-    rope_scaling is."""
+    rope_scaling is, `missing` what missing rope_parameters mean."""
     bases = {"full_attention": full, "sliding_attention": sliding}
 
     def words(theirs: Data, word: str) -> Data:
-        nested = (theirs.get("rope_parameters") or {}).get(word)
+        nested = (theirs.get("rope_parameters") or missing or {}).get(word)
         older = theirs.get("rope_scaling") if word in scaled and nested is None else None
         key, default = bases[word]
         base = default if theirs.get(key) is None else theirs[key]

@@ -34,6 +34,7 @@ from types import ModuleType
 from regard.checkpoint.families import (
     dense,
     encoders,
+    gemma4,
     gpt,
     hybrid,
     images,
@@ -56,6 +57,7 @@ _FILES: tuple[ModuleType, ...] = (
     seq2seq,
     dense,
     older,
+    gemma4,
 )
 FAMILIES: dict[str, Family] = {
     family.name: family
