@@ -31,12 +31,34 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from regard.checkpoint.families import dense, encoders, gpt, hybrid, images, latent, llama, seq2seq
+from regard.checkpoint.families import (
+    dense,
+    encoders,
+    gemma4,
+    gpt,
+    hybrid,
+    images,
+    latent,
+    llama,
+    older,
+    seq2seq,
+)
 from regard.checkpoint.multimodal import Multimodal
 from regard.checkpoint.rules import Family
 
 # `save` tries them in this order for a model that came from no folder.
-_FILES: tuple[ModuleType, ...] = (gpt, llama, dense, latent, hybrid, encoders, images, seq2seq)
+_FILES: tuple[ModuleType, ...] = (
+    gpt,
+    llama,
+    latent,
+    hybrid,
+    encoders,
+    images,
+    seq2seq,
+    dense,
+    older,
+    gemma4,
+)
 FAMILIES: dict[str, Family] = {
     family.name: family
     for file in _FILES
