@@ -36,7 +36,7 @@ from regard.fast.cpu import Prepared
 from regard.fast.cpu.join import SteadyLatent
 from regard.fast.specialise import Replacement, replace, share
 from regard.kernels.linear import Packed, packs
-from regard.layers import FeedForward, Gain, LabelHead, LMHead, RMSNorm, Xielu
+from regard.layers import FeedForward, Gain, HeadNorm, LabelHead, LMHead, RMSNorm, Xielu
 from regard.models import Model
 from regard.models.embedding import PatchEmbedding, TokenEmbedding
 from regard.models.recurrent import Recurrence
@@ -315,4 +315,4 @@ TABLE: dict[type, Replacement] = {
 # Parts with weights that need no change.
 TABLES = (TokenEmbedding, PatchEmbedding, PositionVectors, RelativeBias, nn.Embedding, LayerTables)
 # The cells run the weights of an RNNBase.
-STEADY = (*TABLES, RMSNorm, Gain, nn.LayerNorm, nn.RNNBase)
+STEADY = (*TABLES, RMSNorm, HeadNorm, Gain, nn.LayerNorm, nn.RNNBase)

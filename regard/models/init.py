@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from regard.attention.multihead import GroupedQueryAttention
 from regard.block import LayerTables, Stack
 from regard.config import Amount, settings
-from regard.layers import Gain, LabelHead, LMHead, RMSNorm, TokenBatchNorm, Xielu
+from regard.layers import Gain, HeadNorm, LabelHead, LMHead, RMSNorm, TokenBatchNorm, Xielu
 from regard.models.embedding import PatchEmbedding, TokenEmbedding
 from regard.moe import MixtureOfExperts
 from regard.position import Learned, PositionVectors, RelativeBias
@@ -25,6 +25,7 @@ class Start:
     "uniform": matrices lie within 1 / sqrt(inputs), tables have 1 / sqrt(dim) where the embedding multiplies by
     sqrt(dim), so that words and positions weigh alike. The paper of 2017 does not say; with Xavier's wider matrices
     small models of its kind learned worse (bench/LOG.md, Multi30k);
+    "nanochat": as "gpt2", but for the feed-forward;
     "deit": class tokens and positions are 0;
     "modernbert": as "gpt2", the dense layer of a head and its vocabulary too; of labels 1 / sqrt(dim)."""
 
@@ -45,7 +46,7 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
     for part in model.modules():
         if isinstance(part, (nn.Linear, nn.Conv2d)):
             _matrix(part.weight, start)
-        elif isinstance(part, (nn.LayerNorm, RMSNorm)):
+        elif isinstance(part, (nn.LayerNorm, RMSNorm, HeadNorm)):
             nn.init.constant_(part.weight, 0.0 if getattr(part, "plus_one", False) else 1.0)
         elif isinstance(part, TokenBatchNorm):
             for weight, value in (
@@ -80,9 +81,11 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
     layers = max((len(p.blocks) for p in model.modules() if isinstance(p, Stack)), default=layers)
     # after the matrices inside them
     for part in model.modules():
-        if isinstance(part, Stack) and start.scheme in ("gpt2", "modernbert"):
+        if isinstance(part, Stack) and start.scheme in ("gpt2", "modernbert", "nanochat"):
+            writes = ("wo.weight", "down.weight", "ffn.down")
+            writes = writes[:1] if start.scheme == "nanochat" else writes
             for name, weight in (x for block in part.blocks for x in block.named_parameters()):
-                if name.endswith(("wo.weight", "down.weight", "ffn.down")):
+                if name.endswith(writes):
                     nn.init.normal_(weight, std=start.std / (2 * len(part.blocks)) ** 0.5)
         if isinstance(part, (LMHead, LabelHead)) and start.scheme == "modernbert":
             for matrix in (getattr(part.dense, "weight", None), getattr(part, "weight", None)):

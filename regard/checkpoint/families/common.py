@@ -71,7 +71,10 @@ EXPERTS = {
 # Norms of what attention and feed-forward add, before it is added.
 ADDED_NORMS = {"post_{attention,feedforward}_layernorm.weight": "{attention,ffn}.add.norm.weight"}
 SCORE = {"score.*": "head.out.*"}
-HEAD_TENSORS = {"lm": {"lm_head.weight": "head.weight"}, "classify": SCORE, "tag": SCORE}
+HEAD_TENSORS = {
+    "lm": {"lm_head.weight": "head.weight"}, "classify": SCORE, "tag": SCORE,
+    "answer": {"qa_outputs.*": "head.out.*"},
+}  # fmt: skip
 
 ROTARY = GQA(1, 1, 1, rope=Rope())
 PLUS_ONE = Norm(1e-6, rms=True, plus_one=True)
