@@ -433,7 +433,8 @@ def save(
         raise UsageError("this model has LoRA: save_adapter keeps it, or merge(model).save")
     origin = model.origin or Origin(model.family)
     family, theirs, why = express(model, origin)
-    again = _packed_again(model, origin, family) if origin.packing is not None else None
+    named = theirs["architectures"] == [origin.architecture]
+    again = _packed_again(model, origin, family) if origin.packing is not None and named else None
     if again is not None:
         return _write(path, {**theirs, **again[0]}, again[1], origin, shard_bytes)
     if origin.packing is not None and tell:

@@ -154,10 +154,11 @@ def naive(
         s = scales_of(rng, -(-n // r), -(-k // c), dtype)
         plain = q.double().tolist()
         means = table(n, k, lambda i, j: plain[i][j] * s[i // r][j // c])
-        scale = torch.tensor(s, dtype=dtype)
+        kept = dtype if dtype.itemsize > 1 else FULL
+        scale = torch.tensor(s).to(dtype)
         scale = scale.reshape(()) if not rows and name == "weight_scale_inv" else scale
         stored = {"weight": q, name: scale} | ({"input_scale": torch.ones(1)} if more else {})
-        return Made(stored, torch.tensor(means, dtype=torch.float64).float().to(dtype))
+        return Made(stored, torch.tensor(means, dtype=torch.float64).float().to(kept))
 
     return make
 
@@ -262,6 +263,9 @@ FORMATS = {
     "fp8-blocks-deepseek": Format(BLOCKS, naive(FP8, 16, 24, FULL, INVERSE), family="deepseek_v3"),
     "fp8-wide-blocks": Format(
         BLOCKS | {"weight_block_size": [16, 128]}, naive(FP8, 16, 128, FULL, INVERSE), exact="fp8"
+    ),
+    "fp8-powers": Format(
+        BLOCKS, naive(FP8, 16, 24, torch.float8_e8m0fnu, INVERSE), family="deepseek_v3"
     ),
     "fp8-tensor": Format(PLAIN8, naive(FP8, 0, 0, FULL, INVERSE), exact="fp8"),
     "fp8-static": Format(
@@ -617,6 +621,7 @@ BAD = [
     ("gptq", with_first("scales", 0), f"{UP}.weight has scales that are 0"),
     ("gptq", with_first("scales", math.nan), "no numbers"),
     ("gptq", of_shape("scales", 3, 96), "scales has shape (3, 96)", "groups of 32"),
+    ("gptq", of_shape("qweight", 0, 96), "is missing from the weights"),
     ("gptq-order", with_first("g_idx", 9), "g_idx names groups"),
     ("gptq", of_shape("g_idx", 7), "g_idx has shape (7,)", "(64,)"),
     ("awq", without("qzeros"), "qzeros is missing"),
@@ -657,6 +662,7 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("gptq", {"group_size": 0}, "group_size is 0"),
     ("gptq", {"group_size": 48}, "groups of 48"),
     ("gptq", {"checkpoint_format": "marlin"}, "'marlin'"),
+    ("gptq", {"checkpoint_format": ["gptq"]}, "['gptq']"),
     ("awq", {"bits": 8}, "bits is 8"),
     ("awq", {"version": "gemv"}, "gemm"),
     ("awq", {"group_size": "128"}, "'128'"),
@@ -675,6 +681,7 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("ct-int4-32", {"config_groups": tensors_group(num_bits=3)}, "num_bits is 3"),
     ("ct-int4-32", {"config_groups": tensors_group(strategy="token")}, "'token'"),
     ("ct-int4-32", {"sparsity_config": {"format": "sparse-bitmask"}}, "sparse-bitmask"),
+    ("ct-int4-32", {"sparsity_config": [3]}, "[3]"),
     ("nf4", {"llm_int8_skip_modules": [UP]}, f"leaves {UP} out"),
 ]  # fmt: skip
 

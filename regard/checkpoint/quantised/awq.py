@@ -20,6 +20,7 @@ from regard.checkpoint.quantised.numbers import (
     by_group,
     fields,
     fits,
+    is_matrix,
     whole,
 )
 from regard.checkpoint.rules import Data, wrong
@@ -37,7 +38,7 @@ def held(settings: Data, source: Source) -> Iterator[Held]:
         raise wrong(f"{KEY}.version is {form!r}; Regard reads AWQ's gemm")
     for words, x in source.items():
         module = words.removesuffix(".qweight")
-        if module == words or x.dtype != torch.int32 or len(x.shape) != 2:
+        if module == words or not is_matrix(x, torch.int32):
             continue
         k, n = x.shape[0], 8 * x.shape[1]
         group, count = by_group(k, size)

@@ -74,7 +74,7 @@ def state_of(source: Source, name: str) -> dict[str, Any]:
     if source[name].dtype == torch.uint8 and prod(source[name].shape) <= STATE_BYTES:
         try:
             said = loads(bytes(source[name].read(None).tolist()))
-        except ValueError:
+        except (ValueError, RecursionError):
             said = None
     sizes = said.get("shape") if isinstance(said, dict) else None
     if isinstance(sizes, list) and all(type(n) is int and 0 < n < 2**40 for n in sizes):

@@ -23,6 +23,7 @@ from regard.checkpoint.quantised.numbers import (
     beside,
     fields,
     fits,
+    is_matrix,
     matches,
     signed,
     whole,
@@ -40,15 +41,16 @@ CLASSES = ("Linear", "Embedding")
 def held(settings: Data, source: Source) -> Iterator[Held]:
     groups = [checked(settings, group) for group in listed(settings)]
     sparse = settings.get("sparsity_config") or {}
-    if sparse and sparse.get("format", "dense") != "dense":
-        raise wrong(f"{KEY}.sparsity_config has format {sparse.get('format')!r}; known: dense")
+    form = sparse.get("format", "dense") if isinstance(sparse, dict) else sparse
+    if form != "dense":
+        raise wrong(f"{KEY}.sparsity_config has format {form!r:.80}; known: dense")
     for name, x in source.items():
         weight = name.removesuffix("_packed")
         packed = name.endswith(".weight_packed")
         scale = weight + "_scale"
-        if packed:
+        if packed and is_matrix(x, torch.int32):
             beside(source, scale, name)
-        elif scale not in source or x.dtype not in (torch.int8, *EIGHT) or len(x.shape) != 2:
+        elif scale not in source or not is_matrix(x, torch.int8, *EIGHT):
             continue
         module = weight.removesuffix(".weight")
         group = group_of(groups, module)
@@ -92,7 +94,7 @@ def group_of(groups: list[Data], module: str) -> Data:
 
 def one(source: Source, name: str, weight: str, said: Data, packed: bool) -> Held:
     bits, way = whole(said, "num_bits", 8), said["strategy"]
-    n, k = source[name].shape if len(source[name].shape) == 2 else (0, 0)
+    n, k = source[name].shape
     each = 32 // bits
     if packed:
         k = inputs(source, name, f"{weight}_shape", n, k * each, each)

@@ -30,7 +30,7 @@ def held(settings: Data, source: Source) -> Iterator[Held]:
     for name, x in source.items():
         scales = (name + "_scale_inv", name + "_scale")
         scale = next((s for s in scales if s in source), "")
-        if x.dtype not in EIGHT or not scale or len(x.shape) < 2:
+        if x.dtype not in EIGHT or not scale or len(x.shape) < 2 or 0 in x.shape:
             continue
         form, what = form_of(name, x.shape, source[scale].shape, size)
         yield Held(name, (name, scale), x.shape, partial(numbers, form), f"fp8, {what}")

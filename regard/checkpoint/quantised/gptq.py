@@ -22,6 +22,7 @@ from regard.checkpoint.quantised.numbers import (
     by_group,
     fields,
     fits,
+    is_matrix,
     whole,
 )
 from regard.checkpoint.rules import Data, wrong
@@ -34,12 +35,12 @@ FORMATS = {"gptq": 1, "gptq_v2": 0}  # and what is added to their zeros
 def held(settings: Data, source: Source) -> Iterator[Held]:
     bits, size = whole(settings, "bits", 4, (2, 4, 8)), whole(settings, "group_size", 128)
     form = settings.get("checkpoint_format") or settings.get("format") or "gptq"
-    if form not in FORMATS:
+    if not isinstance(form, str) or form not in FORMATS:
         raise wrong(f"{KEY}.checkpoint_format is {form!r}; Regard reads {', '.join(FORMATS)}")
     each = 32 // bits
     for words, x in source.items():
         module = words.removesuffix(".qweight")
-        if module == words or x.dtype != torch.int32 or len(x.shape) != 2:
+        if module == words or not is_matrix(x, torch.int32):
             continue
         k, n = each * x.shape[0], x.shape[1]
         group, count = by_group(k, size)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from regard.checkpoint.rules import Data, wrong
-from regard.checkpoint.store import Source
+from regard.checkpoint.store import Source, Stored
 from regard.errors import UsageError
 from regard.kernels.packed import E4M3, GROUPS, Packed
 
@@ -134,6 +134,11 @@ def fits(name: str, source: Source, *shapes: tuple[int, ...], what: str) -> None
         raise UsageError(f"tensor {name} has shape {shape}, but {what} ask for {some}")
 
 
+def is_matrix(x: Stored, *kinds: torch.dtype) -> bool:
+    """Whether a tensor is a matrix of one of these types."""
+    return x.dtype in kinds and len(x.shape) == 2 and 0 not in x.shape
+
+
 def whole(settings: Data, names: str, default: Any, known: Iterable[int] = ()) -> int:
     """A whole number under the first of these names: one of those known, or more than 0 (-1: all)."""
     name = next((n for n in names.split() if settings.get(n) is not None), names.split()[0])
@@ -177,8 +182,10 @@ def matches(pattern: str, module: str) -> bool:
             return re.match(pattern[3:], module) is not None
         except re.error as error:
             raise wrong(f"{KEY}: {pattern!r} is not a regular expression ({error})") from None
-    any_of = re.escape(f".{pattern}.").replace(r"\*", ".*")
-    return re.search(any_of, f".{module}.") is not None
+    module, parts = f".{module}.", f".{pattern}.".split("*")
+    if len(parts) == 1:
+        return parts[0] in module
+    return re.search(".*".join(map(re.escape, parts)), module) is not None
 
 
 def check_left_out(settings: Mapping[str, Any], packed: Iterable[Held]) -> None:
