@@ -22,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from regard.checkpoint import quantised, store
 from regard.checkpoint.blame import Looked, blaming, naming, said
-from regard.checkpoint.families import FAMILIES, INERT
+from regard.checkpoint.families import FAMILIES, INERT, MULTIMODAL
+from regard.checkpoint.multimodal import language_model
 from regard.checkpoint.quantised import Packing
 from regard.checkpoint.rules import Data, Family, check_kinds, get, put, wrong
 from regard.checkpoint.store import FLOATS, Source
@@ -82,7 +83,10 @@ def load(
         ahead.begin()
     theirs = read_json(folder / "config.json")
     model = read(theirs, store.weights(folder, mapped and device is None), device, dtype)
-    model.origin.files = read_files(folder, CARRIED_FILES)
+    # A language model alone reads no pictures.
+    text = theirs.get("model_type") in MULTIMODAL
+    carried = [name for name in CARRIED_FILES if not (text and name in PICTURES)]
+    model.origin.files = read_files(folder, carried)
     return model
 
 
@@ -105,6 +109,7 @@ def from_hf(module: nn.Module) -> Model:
 
 def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -> Model:
     """Their config and tensors -> our model."""
+    theirs, source = language_model(theirs, source, MULTIMODAL, FAMILIES)
     kind = theirs.get("model_type")
     count = len(source)
     family = None
@@ -117,8 +122,7 @@ def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -
         _name_unknown(theirs, INERT, "Regard's own format")
     else:
         if not isinstance(kind, str) or kind not in FAMILIES:
-            what = "no model_type" if kind is None else f"model_type {kind!r}, which is not known"
-            raise UsageError(f"config.json has {what}; known: {', '.join([*FAMILIES, NATIVE])}")
+            raise _unknown_family(theirs)
         family = FAMILIES[kind]
         # Their keys under their first names: GPT-2's n_layer may be called num_hidden_layers.
         first = {old: new for old, new in family.aliases.items() if new not in theirs}
@@ -190,6 +194,27 @@ def _name_unknown(theirs: Data, known: Collection[str], what: str) -> None:
     if "auto_map" in unknown:
         text += ". auto_map names code that comes with the model: Regard runs its own, never that"
     notice(text)
+
+
+def _unknown_family(theirs: Data) -> UsageError:
+    """Names the family that has a word for most of the keys, of several the one with the nearest name, and the keys
+    that it has none for."""
+    kind = theirs.get("model_type")
+    used = [key for key in theirs if key not in INERT]
+
+    def fit(family: Family) -> tuple[int, float]:
+        known = family.keys | family.aliases.keys()
+        names = difflib.SequenceMatcher(None, str(kind), family.name)
+        return sum(key in known for key in used), names.ratio()
+
+    near = max(FAMILIES.values(), key=fit)
+    others = [key for key in used if key not in near.keys | near.aliases.keys()]
+    more = f" and {len(others) - 20} more" if len(others) > 20 else ""
+    lacks = ", ".join(repr(key)[1:-1] for key in others[:20]) + more
+    what = "no model_type" if kind is None else f"model_type {kind!r:.80}, which is not known"
+    every = "has a word for each of its keys: write that model_type if it is one"
+    has = f"has no word for: {lacks}" if others else every
+    return UsageError(f"config.json has {what}; the nearest family is {near.name}, which {has}")
 
 
 def read_native(theirs: Data) -> Any:
