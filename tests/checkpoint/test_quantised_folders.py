@@ -607,6 +607,10 @@ def with_first(end: str, value: float) -> Callable[[Tensors], object]:
     return lambda found: found[f"{UP}.{end}"].view(-1)[:1].fill_(value)
 
 
+def of_type(end: str, dtype: torch.dtype) -> Callable[[Tensors], object]:
+    return lambda found: found.update({f"{UP}.{end}": found[f"{UP}.{end}"].to(dtype)})
+
+
 def of_shape(end: str, *shape: int) -> Callable[[Tensors], object]:
     def change(found: Tensors) -> None:
         old = found[f"{UP}.{end}"]
@@ -621,6 +625,16 @@ BAD = [
     ("gptq", with_first("scales", 0), f"{UP}.weight has scales that are 0"),
     ("gptq", with_first("scales", math.nan), "no numbers"),
     ("gptq", of_shape("scales", 3, 96), "scales has shape (3, 96)", "groups of 32"),
+    ("gptq", of_type("qzeros", HALF), "qzeros is stored as float16", "int32"),
+    ("gptq", of_type("scales", torch.int8), "scales is stored as int8"),
+    ("awq", of_type("qzeros", torch.int64), "qzeros is stored as int64"),
+    ("ct-int4-32", of_type("weight_scale", torch.int8), "weight_scale is stored as int8"),
+    ("ct-int4-zeros", of_type("weight_zero_point", BRAIN), "zero_point is stored as bfloat16"),
+    ("ct-int4-order", of_type("weight_g_idx", BRAIN), "g_idx is stored as bfloat16"),
+    ("fp8-blocks", of_type("weight_scale_inv", torch.int32), "is stored as int32"),
+    ("nf4", of_type("weight.absmax", torch.uint8), "absmax is stored as uint8"),
+    ("nf4-twice", of_type("weight.absmax", FULL), "absmax is stored as float32"),
+    ("int8", of_type("weight", HALF), "up_proj.weight is stored as float16"),
     ("gptq", of_shape("qweight", 0, 96), "is missing from the weights"),
     ("gptq-order", with_first("g_idx", 9), "g_idx names groups"),
     ("gptq", of_shape("g_idx", 7), "g_idx has shape (7,)", "(64,)"),

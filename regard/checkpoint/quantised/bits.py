@@ -35,6 +35,7 @@ def held(settings: Data, source: Source) -> Iterator[Held]:
         if module != name:
             weight = beside(source, f"{module}.weight", name)
             shape = source[weight].shape
+            fits(weight, source, (*shape[:1], *shape[-1:]), what="matrices", kinds=[torch.int8])
             fits(name, source, shape[:1], (1, *shape[:1]), what=f"{weight}'s outputs")
             order = f"{module}.weight_format"
             if order in source and source[order].read(None).any():
@@ -56,7 +57,8 @@ def four(source: Source, weight: str, kind: str, state: str) -> Held:
     if held != -(-prod(shape) // 2):
         raise UsageError(f"tensor {weight} has {held} bytes, but {state} says {shape} in 4 bits")
     fits(parts[0], source, (16,), what="4 bits")
-    fits(parts[1], source, (blocks,), what=f"blocks of {size} of {shape}")
+    kinds = [torch.uint8] if nested else FLOATS
+    fits(parts[1], source, (blocks,), what=f"blocks of {size} of {shape}", kinds=kinds)
     if nested:
         fits(parts[2], source, (256,), what="largest numbers in 8 bits")
         fits(parts[3], source, (-(-blocks // nested),), what=f"blocks of {nested} of {blocks}")

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from regard.checkpoint.rules import Data, wrong
-from regard.checkpoint.store import Source, Stored
+from regard.checkpoint.store import FLOATS, Source, Stored
 from regard.errors import UsageError
 from regard.kernels.packed import E4M3, GROUPS, Packed
 
 ROWS = 1024  # that are unpacked at once
 KEY = "quantization_config"
+WHOLE = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -127,11 +128,18 @@ def beside(source: Source, name: str, first: str) -> str:
     return name
 
 
-def fits(name: str, source: Source, *shapes: tuple[int, ...], what: str) -> None:
-    """A tensor has one of these shapes; `what` asks for them."""
-    if (shape := source[name].shape) not in shapes:
+def fits(
+    name: str, source: Source, *shapes: tuple[int, ...], what: str, kinds: Iterable[torch.dtype] = FLOATS
+) -> None:  # fmt: skip
+    """A tensor has one of these shapes, which `what` asks for, and one of these types."""
+    shape, dtype = source[name].shape, source[name].dtype
+    if shape not in shapes:
         some = " or ".join(map(str, dict.fromkeys(shapes)))
         raise UsageError(f"tensor {name} has shape {shape}, but {what} ask for {some}")
+    if dtype not in kinds:
+        known = " or ".join(str(kind).removeprefix("torch.") for kind in kinds)
+        stored = str(dtype).removeprefix("torch.")
+        raise UsageError(f"tensor {name} is stored as {stored}; here it must be {known}")
 
 
 def is_matrix(x: Stored, *kinds: torch.dtype) -> bool:
@@ -150,10 +158,15 @@ def whole(settings: Data, names: str, default: Any, known: Iterable[int] = ()) -
     return value
 
 
-def by_group(count: int, size: int) -> tuple[int, int]:
-    """How many inputs share a scale, and how many such groups there are."""
-    size = count if size == -1 else size
-    return size, -(-count // size)
+def out_of_order(index: Tensor, size: int, count: int, name: str) -> Tensor | None:
+    """The group of each input, or None where they lie in order, `size` in each. (All -1 says that, too.)"""
+    index = index.long()
+    plain = torch.arange(len(index), device=index.device) // size
+    if bool((index == -1).all()) or torch.equal(index, plain):
+        return None
+    if bool((index < 0).any() or (index >= count).any()):
+        raise UsageError(f"tensor {name}: its g_idx names groups that it does not have")
+    return index
 
 
 def fields(words: Tensor, bits: int) -> Tensor:
