@@ -56,13 +56,19 @@ def by_head(kind: str, field: str) -> Op:
     def heads(config: Any) -> int:
         return next(getattr(a, field) for a in config.tower.each("attention") if a.kind == kind)
 
+    return in_turns(heads)
+
+
+def in_turns(count: Callable[[Any], int]) -> Op:
+    """Several of ours in one of theirs: a share of the rows of each, and so on, as many times as `count` says."""
+
     def load(theirs: list[Tensor], sizes: list[torch.Size], config: Any) -> list[Tensor]:
-        h = heads(config)
+        h = count(config)
         rows = theirs[0].unflatten(0, (h, -1)).split([size[0] // h for size in sizes], 1)
         return [x.flatten(0, 1) for x in rows]
 
     def save(ours: list[Tensor], _: int, config: Any) -> list[Tensor]:
-        rows = [x.unflatten(0, (heads(config), -1)) for x in ours]
+        rows = [x.unflatten(0, (count(config), -1)) for x in ours]
         return [torch.cat(rows, 1).flatten(0, 1)]
 
     return Op(load, save)
@@ -77,6 +83,11 @@ JOINED = Op(
 )
 # One of theirs for each expert.
 STACKED = Op(lambda theirs, *_: [torch.stack(theirs)], lambda ours, *_: list(ours[0].unbind()))
+# Gates of all experts, and below each its up.
+GATE_UP = Op(
+    lambda theirs, *_: list(theirs[0].chunk(2, 1)),
+    lambda ours, *_: [torch.cat(ours, 1)],
+)
 # Gates and ups of all experts by turns (gpt-oss).
 BY_TURNS = Op(
     lambda theirs, *_: [theirs[0][:, ::2], theirs[0][:, 1::2]],

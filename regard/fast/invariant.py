@@ -30,12 +30,13 @@ from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.ordered import agrees, cancelling, dots
 from regard.attention.scores import Additive, Bilinear, Hard
 from regard.attention.sparse import Indexer, SparseAttention, fp8_dots
+from regard.block import LayerInput, LayerTables
 from regard.errors import UsageError
 from regard.fast.cpu import Prepared
 from regard.fast.cpu.join import SteadyLatent
 from regard.fast.specialise import Replacement, replace, share
 from regard.kernels.linear import Packed, packs
-from regard.layers import FeedForward, LabelHead, LayerScale, LMHead, Projection, RMSNorm
+from regard.layers import FeedForward, Gain, LabelHead, LayerScale, LMHead, Projection, RMSNorm
 from regard.models import Model
 from regard.models.embedding import PatchEmbedding, TokenEmbedding
 from regard.models.recurrent import Recurrence
@@ -313,8 +314,9 @@ TABLE: dict[type, Replacement] = {
     nn.Conv2d: _steady(SteadyConvolution),
     nn.Conv1d: _steady(SteadyWaves),
     SoundEmbedding: _steady(SoundEmbedding),
+    LayerInput: _steady(LayerInput),
 }
 # Parts with weights that need no change.
-TABLES = (TokenEmbedding, PatchEmbedding, PositionVectors, RelativeBias, nn.Embedding)
+TABLES = (TokenEmbedding, PatchEmbedding, PositionVectors, RelativeBias, nn.Embedding, LayerTables)
 # The cells run the weights of an RNNBase.
-STEADY = (*TABLES, RMSNorm, LayerScale, nn.LayerNorm, nn.RNNBase)
+STEADY = (*TABLES, RMSNorm, LayerScale, Gain, nn.LayerNorm, nn.RNNBase)

@@ -339,7 +339,7 @@ def batch(config: Any, seed: int = 1) -> dict[str, Tensor]:
         return {"ids": words}
     if not config.is_encoder_decoder:
         # RoBERTa counts positions by the padding id, a decoder's label is read before it
-        if config.pad_token_id is not None:
+        if getattr(config, "pad_token_id", None) is not None:
             words = torch.where(real(lengths, 11), words, config.pad_token_id)
         return {"ids": words, "lengths": lengths}
     if hasattr(config, "num_mel_bins"):
