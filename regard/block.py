@@ -15,7 +15,7 @@ from regard.attention.multihead import GroupedQueryAttention
 from regard.cache import CacheSpec
 from regard.config import Amount, Choice, Count, Excludes, Fraction, Kinds, Whole, settings
 from regard.errors import UsageError
-from regard.layers import MLP, Add, Gain, Norm, Norms, RMSNorm, activation
+from regard.layers import MLP, Add, Gain, LayerScale, Norm, Norms, RMSNorm, activation
 from regard.mask import Causal, Full, Mask
 from regard.moe import MoE
 from regard.position import Relative
@@ -153,6 +153,9 @@ class Tower:
     ffn_dropped: bool = True  # False: only on what attention adds (ALBERT, ModernBERT)
     end_dropped: bool = False  # True: on what leaves the tower too (T5)
     layer_drop: Fraction = 0.0  # share of layers that a step of training leaves out
+    path_drop: Fraction = 0.0  # share of rows to which a part adds nothing in a step of training
+    # what parts add, each feature times a trained number that starts at this (DINOv2)
+    layer_scale: Amount | None = None
     # False: a part replaces the stream instead of adding to it, to see what the sum is for
     residual: bool = True
     first_norm: bool = True  # False: the first attention reads the embedding as it is (ModernBERT)
@@ -165,6 +168,8 @@ class Tower:
     kind: str = "tower"
 
     def __post_init__(self) -> None:
+        if self.layer_scale is not None and ORDERS[self.order].added:
+            raise UsageError(f"order {self.order!r} norms what is added; leave layer_scale out")
         if ORDERS[self.order].parallel and self.cross is not None:
             raise UsageError(f"order {self.order!r} has no cross-attention; choose pre or post")
         for name in ("attention", "ffn"):
@@ -230,7 +235,9 @@ class Block(nn.Module):
             return c.norm.make(dim) if order.outer else None
 
         def add(dropped: bool) -> Add:
-            return Add(c.dropout if dropped else 0.0, c.norm.make(dim) if order.added else None)
+            scale = None if c.layer_scale is None else LayerScale(dim, c.layer_scale)
+            normed = c.norm.make(dim) if order.added else scale
+            return Add(c.dropout if dropped else 0.0, normed, c.path_drop)
 
         self.attention, self.norm1 = attention.make(dim, add=add(c.attention_dropped)), norm()
         self.cross, self.norm2 = None, None

@@ -25,7 +25,7 @@ from regard.checkpoint.blame import Looked, blaming, naming, said
 from regard.checkpoint.families import FAMILIES, INERT, MULTIMODAL
 from regard.checkpoint.multimodal import language_model
 from regard.checkpoint.quantised import Packing
-from regard.checkpoint.rules import Data, Family, check_kinds, get, put, wrong
+from regard.checkpoint.rules import Data, Family, Nested, check_kinds, get, put, wrong
 from regard.checkpoint.store import FLOATS, Source
 from regard.checkpoint.tensors import SAME, Step, steps
 from regard.config import from_dict, to_dict
@@ -137,6 +137,9 @@ def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -
         _check_counts({k: v for k, v in theirs.items() if k in family.keys}, LAYERS, count)
         config, repeated = _settle(read_config(theirs, family, architecture), family, source)
         _name_unknown(theirs, family.keys | INERT | set(family.aliases), f"transformers' {kind}")
+        for name, r in family.rules:
+            if isinstance(r, Nested):
+                _name_unknown(r.part(name, theirs), r.keys | INERT, f"transformers' {kind}.{name}")
         with naming(theirs, family, architecture):
             _check_counts(to_dict(config), ("experts",), count)
             model = _empty(config, theirs)

@@ -154,21 +154,56 @@ def fixed(**only: Any) -> dict[str, ConfigRule]:
     return {name: Fixed(value) for name, value in only.items()}
 
 
-ConfigRule = Key | Fixed | Group
+@dataclass(frozen=True)
+class Nested:
+    """A key that holds the keys of a part, for the part of ours at `place`. Null is an empty one; in older folders
+    `<key>_dict` has the last word."""
+
+    place: str
+    rules: Keys
+    inert: str = ""
+
+    @property
+    def keys(self) -> frozenset[str]:
+        names = (n for name, r in self.rules.items() for n in getattr(r, "names", (name,)))
+        return frozenset([*names, *self.inert.split()])
+
+    def part(self, name: str, theirs: Data) -> Data:
+        both = [theirs.get(key) or {} for key in (name, f"{name}_dict")]
+        for key, value in zip((name, f"{name}_dict"), both, strict=True):
+            if not isinstance(value, dict):
+                raise wrong(f"{key} is {value!r:.60}; it must be an object")
+        return {**both[0], **both[1]}
+
+    def read(self, name: str, theirs: Data, ours: Data) -> None:
+        part = self.part(name, theirs)
+        for key, r in self.rules.items():
+            r.read(key, part, ours[self.place])
+
+    def write(self, name: str, ours: Data, theirs: Data) -> None:
+        part = self.part(name, theirs)
+        for key, r in reversed(self.rules.items()):
+            r.write(key, ours[self.place], part)
+        theirs[name] = part
+        if theirs.get(f"{name}_dict"):
+            theirs[f"{name}_dict"] = None
+
+
+ConfigRule = Key | Fixed | Group | Nested
 Keys = dict[str, ConfigRule]
 
 # What a value must be of the keys that groups read, and of those that say how a family starts. What a `Key` says is
 # checked where it goes.
 _KINDS = {
     "true or false": """is_causal is_gated_act scale_decoder_outputs share_encoder_decoder_embeddings
-    tie_word_embeddings use_sliding_window""",
+    tie_word_embeddings use_sliding_window use_swiglu_ffn""",
     "a whole number": """decoder_sparse_step first_k_dense_replace full_attention_interval inner_group_num
     global_attn_every_n_layers head_dim local_attention max_position_embeddings max_window_layers n_group
     num_hidden_groups num_hidden_layers num_labels original_max_position_embeddings sliding_window
     sliding_window_pattern topk_group""",
     "a number": """classifier_dropout classifier_dropout_prob dropout global_rope_theta init_std
-    initializer_factor initializer_range local_rope_theta partial_rotary_factor qa_dropout rope_local_base_freq
-    rope_theta rotary_emb_base rotary_pct seq_classif_dropout""",
+    initializer_factor initializer_range local_rope_theta mlp_ratio partial_rotary_factor qa_dropout
+    rope_local_base_freq rope_theta rotary_emb_base rotary_pct seq_classif_dropout""",
     "an object": "id2label label2id rope_parameters rope_scaling",
     "a list": "layer_types mlp_layer_types mlp_only_layers",
     "a word": "dense_act_fn feed_forward_proj topk_method",

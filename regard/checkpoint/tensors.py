@@ -95,6 +95,8 @@ BY_TURNS = Op(
 )
 # Theirs has a leading 1.
 ROW = Op(lambda theirs, *_: [theirs[0][0]], lambda ours, *_: [ours[0][None]])
+# Ours has a leading 1.
+OWN_ROW = Op(lambda theirs, *_: [theirs[0][None]], lambda ours, *_: [ours[0][0]])
 # Theirs (1 1 m) each, ours (n m).
 TOKENS = Op(
     lambda theirs, *_: [torch.cat([t[0] for t in theirs])],
@@ -175,7 +177,7 @@ def steps(
 ) -> Iterator[Step]:
     """Every row for every layer, weight and bias that the model has. {i} runs over layers, {e} over experts, a last *
     over weight and bias; where their layers lie in groups of `inner`, {i} over groups and {j} inside one."""
-    layers = sorted({int(p) for n in shapes for p in n.split(".")[:3] if p.isdigit()})
+    layers = sorted({int(p) for n in shapes for p in n.split(".")[:4] if p.isdigit()})
     for key, to in table.items():
         # Layers that share a block have one set of weights: theirs are counted, ours named after the first.
         for number, layer in enumerate(layers if "{i}" in to.ours else [0]):

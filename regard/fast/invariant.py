@@ -36,10 +36,11 @@ from regard.fast.cpu import Prepared
 from regard.fast.cpu.join import SteadyLatent
 from regard.fast.specialise import Replacement, replace, share
 from regard.kernels.linear import Packed, packs
-from regard.layers import FeedForward, Gain, LabelHead, LMHead, RMSNorm
+from regard.layers import FeedForward, Gain, LabelHead, LayerScale, LMHead, Projection, RMSNorm
 from regard.models import Model
 from regard.models.embedding import PatchEmbedding, TokenEmbedding
 from regard.models.recurrent import Recurrence
+from regard.models.sound import SoundEmbedding
 from regard.moe import MixtureOfExperts
 from regard.position import PositionVectors, RelativeBias
 
@@ -271,6 +272,13 @@ class SteadyConvolution(nn.Conv2d):
         return torch.cat([super(SteadyConvolution, self).forward(x[None]) for x in input])
 
 
+class SteadyWaves(nn.Conv1d):
+    """One spectrogram at a time."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.cat([super(SteadyWaves, self).forward(x[None]) for x in input])
+
+
 def _steady(kind: type[nn.Module]) -> Replacement:
     def row(plain: Any, _: nn.Module) -> nn.Module:
         new = share(kind, plain)
@@ -292,6 +300,7 @@ TABLE: dict[type, Replacement] = {
     FeedForward: _steady(FeedForward),
     LMHead: _steady(SteadyHead),
     LabelHead: _steady(LabelHead),
+    Projection: _steady(Projection),
     MixtureOfExperts: _steady(SteadyExperts),
     GroupedQueryAttention: _steady(SteadyGrouped),
     LatentAttention: _steady(SteadyLatent),
@@ -303,9 +312,11 @@ TABLE: dict[type, Replacement] = {
     Bilinear: _steady(SteadyBilinear),
     Recurrence: _steady(SteadyRecurrence),
     nn.Conv2d: _steady(SteadyConvolution),
+    nn.Conv1d: _steady(SteadyWaves),
+    SoundEmbedding: _steady(SoundEmbedding),
     LayerInput: _steady(LayerInput),
 }
 # Parts with weights that need no change.
 TABLES = (TokenEmbedding, PatchEmbedding, PositionVectors, RelativeBias, nn.Embedding, LayerTables)
 # The cells run the weights of an RNNBase.
-STEADY = (*TABLES, RMSNorm, Gain, nn.LayerNorm, nn.RNNBase)
+STEADY = (*TABLES, RMSNorm, LayerScale, Gain, nn.LayerNorm, nn.RNNBase)

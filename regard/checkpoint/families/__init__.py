@@ -42,6 +42,7 @@ from regard.checkpoint.families import (
     llama,
     older,
     seq2seq,
+    speech,
 )
 from regard.checkpoint.multimodal import Multimodal
 from regard.checkpoint.rules import Family
@@ -58,6 +59,7 @@ _FILES: tuple[ModuleType, ...] = (
     dense,
     older,
     gemma4,
+    speech,
 )
 FAMILIES: dict[str, Family] = {
     family.name: family
