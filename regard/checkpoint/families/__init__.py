@@ -38,12 +38,23 @@ from regard.checkpoint.families import (
     images,
     latent,
     llama,
+    newest,
     seq2seq,
 )
 from regard.checkpoint.rules import Family
 
 # `save` tries them in this order for a model that came from no folder.
-_FILES: tuple[ModuleType, ...] = (gpt, llama, latent, hybrid, encoders, images, seq2seq, gemma4)
+_FILES: tuple[ModuleType, ...] = (
+    gpt,
+    llama,
+    latent,
+    hybrid,
+    encoders,
+    images,
+    seq2seq,
+    gemma4,
+    newest,
+)
 FAMILIES: dict[str, Family] = {
     family.name: family
     for file in _FILES
