@@ -183,6 +183,7 @@ class Order:
     outer: bool = True  # a norm for each part, which `around` is given
     added: bool = False  # a norm of what a part adds, before it is added
     parallel: bool = False  # attention and feed-forward read the same stream
+    shared: bool = False  # parallel: through one norm
 
 
 ORDERS: dict[str, Order] = {
@@ -191,6 +192,7 @@ ORDERS: dict[str, Order] = {
     "sandwich": Order(added=True),
     "inner": Order(outer=False, added=True),
     "parallel": Order(parallel=True),
+    "shared": Order(parallel=True, shared=True),
 }
 
 APART = "source and target have no common positions"
@@ -201,7 +203,8 @@ class Tower:
     """`layers` blocks of width `dim`. `attention` and `ffn` are one config for all layers, or one per layer.
 
     order "pre": x + f(norm(x)), with a norm at the end; "post": norm(x + f(x)), as in 2017; "sandwich": x +
-    norm(f(norm(x))) (Gemma); "inner": x + norm(f(x)) (OLMo 2); "parallel": x + f(norm(x)) + g(norm'(x)) (GPT-NeoX).
+    norm(f(norm(x))) (Gemma); "inner": x + norm(f(x)) (OLMo 2); "parallel": x + f(norm(x)) + g(norm'(x)) (GPT-NeoX);
+    "shared": the same with one norm for both (GPT-J, Phi).
     `dropout` falls on what each part adds to the stream. `layer_drop`: the share of layers that a step of training
     leaves out (Fan et al. 2020, arXiv:1909.11556)."""
 
@@ -216,7 +219,7 @@ class Tower:
     ) = None
     memory_dim: Count | None = None  # width of what `cross` attends to; default: dim
     norm: Norms = Norm()  # of each part; "batch": BatchNorm
-    # where it stands: pre, post, sandwich, inner, parallel
+    # where it stands: pre, post, sandwich, inner, parallel, shared
     order: Annotated[str, Choice(ORDERS)] = "pre"
     final_norm: bool = True  # one more at the end (pre)
     causal: bool = True  # a token sees those before it alone
@@ -256,7 +259,7 @@ class Tower:
             parts = set(zip(self.blocks, self.each("attention"), self.each("ffn"), strict=True))
             if len(parts) != len(used):
                 raise UsageError("layers that share a block must have one attention and one ffn")
-        if self.order in ("post", "parallel") and any(map(own_norms, self.each("ffn"))):
+        if self.order in ("post", "parallel", "shared") and any(map(own_norms, self.each("ffn"))):
             raise UsageError(f"ffn.normed: order {self.order!r} has another norm; choose sandwich")
         if self.streams and (self.order != "pre" or self.cross or self.per_layer or self.gained):
             raise UsageError("streams are for order 'pre' alone: no cross, per_layer or gained")
@@ -323,7 +326,8 @@ class Block(nn.Module):
             self.cross = c.cross.make(dim, c.memory_dim, add(c.attention_dropped))
             self.norm2 = norm()
         self.ffn = ffn.make(dim, add(c.ffn_dropped))
-        self.norm3, self.hashed = None if own_norms(ffn) else norm(), by_id(ffn)
+        self.norm3 = None if order.shared or own_norms(ffn) else norm()
+        self.hashed = by_id(ffn)
         self.input = None if c.per_layer is None else LayerInput(c.per_layer, dim)
         self.gain = Gain() if c.gained else None
         mixed = c.streams
@@ -333,9 +337,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, ctx: Context, cross: Context | None = None) -> Tensor:
         feed: Any = partial(self.ffn, ids=ctx.ids) if self.hashed else self.ffn
         if ORDERS[self.order].parallel:
-            assert self.norm3 is not None
-            x = feed(self.norm3(x), self.around(self.norm1, self.attention, x, ctx))
-            return self.end(x, ctx)
+            return self.end(self.both(x, feed, ctx), ctx)
         if self.mix1 is not None and self.mix3 is not None:
             x = self.mix1(x, lambda y: self.attention(_normed(self.norm1, y), ctx))
             return self.mix3(x, lambda y: feed(_normed(self.norm3, y)))
@@ -344,13 +346,20 @@ class Block(nn.Module):
             x = self.around(self.norm2, self.cross, x, cross)
         return self.end(self.around(self.norm3, feed, x), ctx)
 
+    def both(self, x: Tensor, feed: Any, ctx: Context) -> Tensor:
+        """Attention and feed-forward of one stream, by norms of their own or by one."""
+        if self.norm3 is not None:
+            return feed(self.norm3(x), self.around(self.norm1, self.attention, x, ctx))
+        normed = x if self.norm1 is None else self.norm1(x)
+        return feed(normed, self.around(lambda _: normed, self.attention, x, ctx))
+
     def end(self, x: Tensor, ctx: Context) -> Tensor:
         """The stream after both parts, as this block gives it."""
         if self.input is not None:
             x = self.input(x, ctx.memo["per layer"][:, :, ctx.layer])
         return x if self.gain is None else self.gain(x)
 
-    def around(self, norm: nn.Module | None, part: Any, x: Tensor, *ctx: Any) -> Tensor:
+    def around(self, norm: Normed | None, part: Any, x: Tensor, *ctx: Any) -> Tensor:
         """The stream after a part, which adds x itself, where there is a residual."""
         normed = _same if norm is None else norm
         return ORDERS[self.order].around(normed, part, x, x if self.residual else None, *ctx)

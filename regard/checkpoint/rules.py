@@ -194,6 +194,8 @@ def check_kinds(theirs: Data, keys: Collection[str]) -> None:
 ACTIVATIONS = {name: name for name in ("relu", "gelu", "silu", "tanh", "quick_gelu", "relu2")}
 ACTIVATIONS |= dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
 ACTIVATIONS |= {"gelu_python": "gelu", "swish": "silu"}
+# A scale of scores, said as the number whose root divides them.
+ROOT = (lambda n: n**-0.5, lambda scale: round(scale**-2))
 
 # --- keys that only make sense together: RoPE -----------------------------------------------------------------------
 
@@ -299,13 +301,18 @@ def rope_at(
     base: str = "rope_theta",
     share: str = "",
     renamed: Mapping[str, str] | None = None,
+    idle: str = "",
     **missing: Any,
 ) -> Group:
     """The RoPE of the attention at this place of ours. `base` and `share` are their older keys for them (no share:
-    heads turn whole), `renamed` their other words for a rope_type, `missing` what missing keys mean."""
+    heads turn whole), `renamed` their other words for a rope_type, `missing` what missing keys mean, `idle` words of
+    rope_parameters that decide nothing here."""
 
     def words(theirs: Data, _: str) -> Data:
         said = {**missing, **{k: v for k, v in theirs.items() if v is not None}}
+        for key in ("rope_parameters", "rope_scaling"):
+            if idle and isinstance(said.get(key), dict):
+                said[key] = {k: v for k, v in said[key].items() if k not in idle.split()}
         said |= {"rope_theta": said.get(base)}
         said |= {"partial_rotary_factor": said.get(share)} if share else {}
         out = rope_of(said, renamed or {})
@@ -314,7 +321,16 @@ def rope_at(
         return out
 
     more = ["original_max_position_embeddings", *([] if share else ["partial_rotary_factor"])]
-    return _ropes({"": place}, words, [base, share] if share else [base], more)
+    group = _ropes({"": place}, words, [base, share] if share else [base], more)
+
+    def write(ours: Data, theirs: Data) -> None:
+        given = theirs.get("rope_parameters") or {}
+        group.writer(ours, theirs)
+        kept = {key: given[key] for key in idle.split() if key in given}
+        if kept:
+            theirs["rope_parameters"] = {**theirs["rope_parameters"], **kept}
+
+    return replace(group, writer=write)
 
 
 def ropes_by_layer(
@@ -526,14 +542,17 @@ def _write_labels(ours: Data, theirs: Data) -> None:
     theirs["label2id"] = {f"LABEL_{i}": i for i in range(labels)}
 
 
-def head_dropout(**keys: tuple[str, str | float]) -> Group:
-    """The dropout of a head, by its kind: its key, and what a missing or null one means: a number, or the value of
-    another key, which is 0.1 where it is missing too. Kinds that are not named have none."""
+def head_dropout(**keys: tuple[str, str | float | Callable[[Data], float]]) -> Group:
+    """The dropout of a head, by its kind: its key, and what a missing or null one means: a number, what a function
+    makes of the other keys, or the value of another key, which is 0.1 where it is missing too. Kinds that are not
+    named have none."""
 
     def of(theirs: Data, kind: Any) -> float:
         name, default = keys[kind]
         if theirs.get(name) is not None:
             return theirs[name]
+        if callable(default):
+            return default(theirs)
         return theirs.get(default, 0.1) if isinstance(default, str) else default
 
     def read(theirs: Data, ours: Data) -> None:

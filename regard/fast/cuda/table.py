@@ -65,7 +65,7 @@ def why_not(model: Model) -> str:
         return "it has several streams, or keys that stand for many tokens"
     if c.head is None or c.head.kind != "lm":
         return "it has no language-model head"
-    if position is not None and position.kind == "learned" and position.skip is not None:
+    if position is not None and getattr(position, "skip", None) is not None:
         return "its positions skip tokens"
     if any(isinstance(m, LowRank | Int4Linear) for m in model.modules()):
         return "its linear layers are packed, or have adapters: merge them first"

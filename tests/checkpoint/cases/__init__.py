@@ -31,7 +31,8 @@ class Case:
         # transformers fills in what it is given
         settings = copy.deepcopy(self.settings)
         model = cls(cls.config_class(**settings), **self.options).eval()
-        fixed = "embed_positions" if model.config.model_type == "marian" else "no such name"
+        sines = model.config.model_type in ("marian", "pegasus")
+        fixed = "embed_positions" if sines else "no such name"
         with torch.no_grad():
             for name, p in model.named_parameters():
                 if fixed not in name:
