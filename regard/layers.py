@@ -210,6 +210,8 @@ class MLP:
     bias: bool = True  # of its linear layers
     # after the activation; None: this family has none there, and `build(dropout=)` adds none
     dropout: Fraction | None = None
+    # of a gated one: its gate stays below it, up within it (DeepSeek-V4)
+    limit: Annotated[Positive, Needs("gated", such="true")] | None = None
     kind: str = "mlp"
 
     def make(self, dim: int, add: Add | None = None) -> FeedForward:
@@ -228,12 +230,20 @@ class FeedForward(Renamed, nn.Module):
         self.down = nn.Linear(c.ffn_dim, dim, bias=c.bias)
         self.dropout, self.add = nn.Dropout(c.dropout or 0.0), add or Add()
 
+    @property
+    def special(self) -> str:
+        """Why no fast part can stand for this one, or nothing."""
+        return "" if self.config.limit is None else "its gate has a limit"
+
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return self.project_down(self.project_up(x), residual)
 
     def project_up(self, x: Tensor) -> Tensor:
         if self.gate is None:
             return self.act(self.up(x))
+        limit = self.config.limit
+        if limit is not None:
+            return self.act(self.gate(x).clamp(max=limit)) * self.up(x).clamp(-limit, limit)
         return times(self.up(x), self.act(self.gate(x)))
 
     def project_down(self, h: Tensor, residual: Tensor | None) -> Tensor:

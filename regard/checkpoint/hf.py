@@ -316,13 +316,15 @@ def _check(steps: list[Step], source: Source) -> list[str]:
     """Every tensor is there and has its shape; returns those that no rule names."""
     wanted = {n: shape for s in steps for n, shape in zip(s.theirs, s.their_shapes(), strict=True)}
     left = [name for name in source if name not in wanted]
+    whole = {name for s in steps for name in s.theirs if s.op.whole}
     for name, shape in wanted.items():
         if name not in source:
             hint = _near(name, left) or f"{len(left)} are left over, none with a name like it"
             raise UsageError(f"tensor {name} is missing from the weights; {hint}")
         if (stored := source[name].shape) != shape:
             raise UsageError(f"tensor {name} has shape {stored}, the config asks for {shape}")
-        if (kind := source[name].dtype) not in FLOATS:
+        counts = source[name].dtype is torch.int64 and name in whole
+        if (kind := source[name].dtype) not in FLOATS and not counts:
             known = f"weights must be one of {', '.join(map(dtype_name, FLOATS))}"
             but = "(float8 only with quantization_config and its scales)"
             raise UsageError(f"tensor {name} is stored as {dtype_name(kind)}; {known} {but}")

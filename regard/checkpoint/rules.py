@@ -252,7 +252,7 @@ _OPTIONAL: Data = dict(beta_fast=32.0, beta_slow=1.0, truncate=True)
 _OPTIONAL |= dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim"))
 
 
-def _rope_of(theirs: Data, renamed: Mapping[str, str]) -> Data:
+def rope_of(theirs: Data, renamed: Mapping[str, str]) -> Data:
     """What they say of a RoPE, in our words: base and share where they say one, and the scaling."""
     given = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
     base = given.pop("rope_theta", None)
@@ -292,7 +292,7 @@ def _rope_of(theirs: Data, renamed: Mapping[str, str]) -> Data:
     return {name: value for name, value in said.items() if value is not None} | {"scaling": scaling}
 
 
-def _rope_words(rope: Data) -> Data:
+def rope_words(rope: Data) -> Data:
     """Our RoPE as their rope_parameters."""
     scaling = rope["scaling"] or {"kind": "default"}
     out: Data = {"rope_type": scaling["kind"], "rope_theta": rope["base"]}
@@ -325,7 +325,7 @@ def _ropes(
             return
         for key in (*older, "rope_scaling"):
             theirs.pop(key, None)
-        said = {word: _rope_words(rope) for word, rope in ropes.items()}
+        said = {word: rope_words(rope) for word, rope in ropes.items()}
         theirs["rope_parameters"] = said.get("", said)
 
     return Group(("rope_parameters", "rope_scaling", *older, *more), read, write)
@@ -350,7 +350,7 @@ def rope_at(
                 said[key] = {k: v for k, v in said[key].items() if k not in idle.split()}
         said |= {"rope_theta": said.get(base)}
         said |= {"partial_rotary_factor": said.get(share)} if share else {}
-        out = _rope_of(said, renamed or {})
+        out = rope_of(said, renamed or {})
         if not share and out.get("partial", 1) != 1:
             raise wrong(f"partial_rotary_factor is {out['partial']}, this family turns whole heads")
         return out
@@ -385,7 +385,7 @@ def ropes_by_layer(
         key, default = bases[word]
         base = default if theirs.get(key) is None else theirs[key]
         said = {"rope_parameters": nested, "rope_scaling": older, "rope_theta": base}
-        return _rope_of(theirs | said, {})
+        return rope_of(theirs | said, {})
 
     places = {word: f"tower.attention.{i}.rope" for i, word in enumerate(bases)}
     return _ropes(places, words, [key for key, _ in bases.values() if key])

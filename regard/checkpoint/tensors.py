@@ -26,11 +26,13 @@ def choices(name: str) -> list[str]:
 @dataclass(frozen=True)
 class Op:
     """Their tensors -> ours, given the sizes of ours, and ours -> theirs, given how many those are;
-    the config of the model tells both what the tensors do not. `turned`: their matrices are (in, out)."""
+    the config of the model tells both what the tensors do not. `turned`: their matrices are (in, out). `whole`: theirs
+    are whole numbers."""
 
     load: Callable[[list[Tensor], list[torch.Size], Any], list[Tensor]]
     save: Callable[[list[Tensor], int, Any], list[Tensor]]
     turned: bool = False
+    whole: bool = False
 
 
 SAME = Op(lambda theirs, *_: theirs, lambda ours, *_: ours)
@@ -83,6 +85,8 @@ JOINED = Op(
 )
 # One of theirs for each expert.
 STACKED = Op(lambda theirs, *_: [torch.stack(theirs)], lambda ours, *_: list(ours[0].unbind()))
+# Numbers of experts.
+WHOLE = Op(lambda theirs, *_: [theirs[0].float()], lambda ours, *_: [ours[0].long()], whole=True)
 # Gates of all experts, and below each its up.
 GATE_UP = Op(
     lambda theirs, *_: list(theirs[0].chunk(2, 1)),

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from regard.attention.compressed import CompressedAttention, Compressor, GroupedLinear
 from regard.attention.multihead import GroupedQueryAttention
-from regard.block import LayerTables, Stack
+from regard.block import LayerTables, Mix, Stack
 from regard.config import Amount, settings
 from regard.layers import (
     FeedForward,
@@ -79,8 +80,15 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
                 _matrix(weight, start)
             if part.gains is not None:
                 nn.init.ones_(part.gains)
-        elif isinstance(part, LayerTables):
+        elif isinstance(part, (LayerTables, GroupedLinear, Mix)):
             nn.init.normal_(part.weight, std=start.std)
+            if isinstance(part, Mix):
+                nn.init.zeros_(part.bias)
+                nn.init.ones_(part.scale)
+        elif isinstance(part, Compressor):
+            nn.init.zeros_(part.bias)
+        elif isinstance(part, CompressedAttention):
+            nn.init.zeros_(part.sinks)
         elif isinstance(part, Gain):
             nn.init.ones_(part.weight)
         elif isinstance(part, (TokenEmbedding, PositionVectors, PatchEmbedding)):

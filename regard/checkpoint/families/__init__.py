@@ -40,6 +40,7 @@ from regard.checkpoint.families import (
     images,
     latent,
     llama,
+    newest,
     older,
     seq2seq,
     speech,
@@ -58,8 +59,9 @@ _FILES: tuple[ModuleType, ...] = (
     seq2seq,
     dense,
     older,
-    gemma4,
+    newest,
     speech,
+    gemma4,
 )
 FAMILIES: dict[str, Family] = {
     family.name: family
