@@ -78,7 +78,8 @@ class Tower:
     dim: Count  # width of the stream
     layers: Count  # blocks
     attention: Attention | tuple[Attention, ...]  # of each block
-    ffn: FeedForwards | tuple[FeedForwards, ...]  # of each block
+    # of each block; None: a block has none (Mamba)
+    ffn: FeedForwards | tuple[FeedForwards | None, ...] | None
     # attention to an encoder's states
     cross: (
         Annotated[CrossAttention, Excludes("cross.rope", APART), Excludes("cross.window", APART)]
@@ -86,8 +87,8 @@ class Tower:
     ) = None
     memory_dim: Count | None = None  # width of what `cross` attends to; default: dim
     norm: Norms = Norm()  # of each part; "batch": BatchNorm
-    # where it stands: pre, post, sandwich, inner, parallel
-    order: Annotated[str, Choice(ORDERS)] = "pre"
+    # where it stands: pre, post, sandwich, inner, parallel; one for all layers, or one per layer
+    order: Annotated[str, Choice(ORDERS)] | tuple[Annotated[str, Choice(ORDERS)], ...] = "pre"
     final_norm: bool = True  # one more at the end (pre)
     causal: bool = True  # a token sees those before it alone
     relative: Relative | None = None  # a bias on scores by distance
@@ -104,13 +105,14 @@ class Tower:
     kind: str = "tower"
 
     def __post_init__(self) -> None:
-        if ORDERS[self.order].parallel and self.cross is not None:
-            raise UsageError(f"order {self.order!r} has no cross-attention; choose pre or post")
-        for name in ("attention", "ffn"):
+        for name in ("attention", "ffn", "order"):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != self.layers:
                 given = f"{name} lists {len(value)} layers, layers={self.layers}"
                 raise UsageError(f"{given}; give one, or one per layer")
+        for order in self.each("order"):
+            if ORDERS[order].parallel and self.cross is not None:
+                raise UsageError(f"order {order!r} has no cross-attention; choose pre or post")
         if not self.first_norm and (self.order != "pre" or self.blocks is not None):
             raise UsageError("first_norm=False is for order 'pre' and layers that share no block")
         if self.blocks is not None:
@@ -118,8 +120,8 @@ class Tower:
             if len(self.blocks) != self.layers or used != list(range(len(used))):
                 given = f"blocks={list(self.blocks)} must give each of {self.layers} layers"
                 raise UsageError(f"{given} its block, from 0 on without a gap")
-            parts = set(zip(self.blocks, self.each("attention"), self.each("ffn"), strict=True))
-            if len(parts) != len(used):
+            kinds = (self.each(name) for name in ("attention", "ffn", "order"))
+            if len(set(zip(self.blocks, *kinds, strict=True))) != len(used):
                 raise UsageError("layers that share a block must have one attention and one ffn")
         heads = {a.heads for a in self.each("attention")}
         if self.relative is not None and heads != {self.relative.heads}:
@@ -127,7 +129,7 @@ class Tower:
             raise UsageError(f"{given}, but attention has {sorted(heads)} heads")
 
     def each(self, name: str) -> tuple[Any, ...]:
-        """The config of `name` ("attention" or "ffn") for every layer."""
+        """What `name` ("attention", "ffn" or "order") is for every layer."""
         value = getattr(self, name)
         return value if isinstance(value, tuple) else (value,) * self.layers
 
@@ -139,10 +141,10 @@ class Tower:
 class Block(nn.Module):
     """Self-attention, optional cross-attention, feed-forward; each adds itself to the stream."""
 
-    def __init__(self, config: Tower, attention: Attention, ffn: FeedForwards):
+    def __init__(self, config: Tower, attention: Attention, ffn: FeedForwards | None, name: str):
         super().__init__()
-        c, dim, order = config, config.dim, ORDERS[config.order]
-        self.order, self.residual = c.order, c.residual
+        c, dim, order = config, config.dim, ORDERS[name]
+        self.order, self.residual = name, c.residual
 
         def norm() -> nn.Module | None:
             return c.norm.make(dim) if order.outer else None
@@ -155,16 +157,18 @@ class Block(nn.Module):
         if c.cross is not None:
             self.cross = c.cross.make(dim, c.memory_dim, add(c.attention_dropped))
             self.norm2 = norm()
-        self.ffn, self.norm3 = ffn.make(dim, add(c.ffn_dropped)), norm()
+        self.ffn, self.norm3 = None, None
+        if ffn is not None:
+            self.ffn, self.norm3 = ffn.make(dim, add(c.ffn_dropped)), norm()
 
     def forward(self, x: Tensor, ctx: Context, cross: Context | None = None) -> Tensor:
-        if ORDERS[self.order].parallel:
+        if ORDERS[self.order].parallel and self.ffn is not None:
             assert self.norm3 is not None
             return self.ffn(self.norm3(x), self.around(self.norm1, self.attention, x, ctx))
         x = self.around(self.norm1, self.attention, x, ctx)
         if self.cross is not None:
             x = self.around(self.norm2, self.cross, x, cross)
-        return self.around(self.norm3, self.ffn, x)
+        return x if self.ffn is None else self.around(self.norm3, self.ffn, x)
 
     def around(self, norm: nn.Module | None, part: nn.Module, x: Tensor, *ctx: Any) -> Tensor:
         """The stream after a part, which adds x itself, where there is a residual."""
@@ -188,10 +192,12 @@ class Stack(nn.Module):
     def __init__(self, config: Tower):
         super().__init__()
         c = self.config = config
-        layers = zip(c.blocks or range(c.layers), c.each("attention"), c.each("ffn"), strict=True)
+        kinds = zip(c.each("attention"), c.each("ffn"), c.each("order"), strict=True)
+        layers = zip(c.blocks or range(c.layers), kinds, strict=True)
         blocks: dict[int, Block] = {}
         self.blocks = nn.ModuleList(
-            blocks[i] if i in blocks else blocks.setdefault(i, Block(c, a, f)) for i, a, f in layers
+            blocks[i] if i in blocks else blocks.setdefault(i, Block(c, *kind))
+            for i, kind in layers
         )
         if not c.first_norm:
             blocks[0].norm1 = None

@@ -15,11 +15,12 @@ from regard.attention.online import online
 from regard.attention.ordered import ordered
 from regard.attention.protocol import Context, MechanismConfig
 from regard.attention.sparse import DSA
+from regard.attention.ssd import SSD
 from regard.config import Kinds
 
 BACKENDS |= {"online": online, "ordered": ordered}
 Mechanisms = dict[str, type[MechanismConfig]]
-ATTENTION: Mechanisms = {"gqa": GQA, "mla": MLA, "dsa": DSA, "delta": DeltaRule}
+ATTENTION: Mechanisms = {"gqa": GQA, "mla": MLA, "dsa": DSA, "delta": DeltaRule, "ssd": SSD}
 CROSS: Mechanisms = {"gqa": GQA, "mla": MLA}
 
 # As fields of configs name them.
@@ -27,6 +28,6 @@ Attention = Annotated[MechanismConfig, Kinds(ATTENTION)]
 CrossAttention = Annotated[MechanismConfig, Kinds(CROSS)]
 
 __all__ = [
-    "ATTENTION", "BACKENDS", "CROSS", "DSA", "GQA", "MLA", "Attention", "Context", "CrossAttention", "DeltaRule",
+    "ATTENTION", "BACKENDS", "CROSS", "DSA", "GQA", "MLA", "SSD", "Attention", "Context", "CrossAttention", "DeltaRule",
     "Terms", "attend", "check_backend", "softmax", "weights",
 ]  # fmt: skip
