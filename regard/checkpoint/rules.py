@@ -651,6 +651,8 @@ class Family:
     # and written back.
     derived: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
+    # Other spellings in stored names, as patterns -> those that are written.
+    spellings: Mapping[str, str] = field(default_factory=dict)
     # Parts of names that transformers' modules have now, where weights are still stored by the old.
     modules: Mapping[str, str] = field(default_factory=dict)
 

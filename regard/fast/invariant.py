@@ -18,7 +18,7 @@ import copy
 import platform
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,8 @@ from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.ordered import agrees, cancelling, dots
 from regard.attention.scores import Additive, Bilinear, Hard
 from regard.attention.sparse import Indexer, SparseAttention, fp8_dots
+from regard.attention.ssd import StateSpaceDual
+from regard.attention.state import StateMechanism
 from regard.block import LayerInput, LayerTables, Mix
 from regard.errors import UsageError
 from regard.fast.cpu import Prepared
@@ -230,18 +232,21 @@ def _recall(k: Tensor, s: Tensor) -> Tensor:
     return (k[:, :, None] * s.mT).contiguous().sum(-1)
 
 
-class SteadyDelta(SteadyParts, GatedDeltaRule):
+class SteadyState(SteadyParts, StateMechanism):
     """Token after token, each sum along the last axis."""
 
-    def rule(
+    corrects: ClassVar[bool]
+
+    def steady(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor,
-        fresh: Tensor | None = None, keep: Tensor | None = None
+        fresh: Tensor | None, keep: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         found, befores = [], [s]
         for i in range(0, q.shape[1], CHUNK):
             at = slice(i, i + CHUNK)
             new = None if fresh is None else fresh[:, at]
-            o, s = recurrent(q[:, at], k[:, at], v[:, at], g[:, at], beta[:, at], s, new, _recall)
+            read = (q[:, at], k[:, at], v[:, at], g[:, at], beta[:, at])
+            o, s = recurrent(*read, s, new, _recall, self.corrects)
             found.append(o)
             befores.append(s)
         row = torch.arange(len(s))
@@ -253,6 +258,27 @@ class SteadyDelta(SteadyParts, GatedDeltaRule):
 
     def softplus(self, x: Tensor) -> Tensor:
         return SOFTPLUS(x)
+
+
+class SteadyDelta(SteadyState, GatedDeltaRule):
+    corrects = True
+
+    def rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor,
+        fresh: Tensor | None = None, keep: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        return self.steady(q, k, v, g, beta, s, fresh, keep)
+
+
+class SteadyDual(SteadyState, StateSpaceDual):
+    corrects = False
+
+    def rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor,
+        fresh: Tensor | None = None, keep: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        o, s, before = self.steady(q, k, v, g, beta, s, fresh, keep)
+        return o + self.skip[:, None] * v, s, before
 
 
 class SteadySparse(SparseAttention):
@@ -344,6 +370,7 @@ TABLE: dict[type, Replacement] = {
     GroupedQueryAttention: _steady(SteadyGrouped),
     LatentAttention: _steady(SteadyLatent),
     GatedDeltaRule: _steady(SteadyDelta),
+    StateSpaceDual: _steady(SteadyDual),
     SparseAttention: _steady(SteadySparse),
     Indexer: _steady(SteadyIndexer),
     Additive: _steady(SteadyAdditive),
