@@ -156,3 +156,21 @@ def test_an_added_runner_serves_what_it_takes(runner: str) -> None:
     Counting.steps = 0
     assert answers(engine) == want
     assert Counting.steps >= 5 and engine.explain().startswith("runner greedy")
+
+
+@pytest.mark.parametrize("runner", ["torch", "native", "graph"])
+def test_bias_by_more_than_distance_is_that_of_the_plain_model(runner: str) -> None:
+    """Kernels are given a bias by distance; where it is rounded by the key's position they are not asked."""
+    relative = regard.Alibi(16, scale=0.4, coarse=True)
+    attention = regard.GQA(16, 4)
+    model = build(heads=None, kv_heads=None, attention=attention, relative=relative)
+    prompt = torch.randint(3, 60, (100,), generator=torch.Generator().manual_seed(0)).tolist()
+    prepared = regard.prepare(model) if runner == "native" else model
+    engine = Engine(prepared, runner="graph" if runner == "graph" else "torch")
+    engine.submit(Request(prompt, Settings(max_new_tokens=8, eos=())))
+    (done,) = [event.done for event in engine.run() if event.done is not None]
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(8):
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    assert done[0].ids == ids[100:]

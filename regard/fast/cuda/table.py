@@ -89,8 +89,8 @@ class Cuda(Specialise):
     def __init__(self, kernels: bool, relative: nn.Module | None):
         super().__init__()
         self.kernels, self.biased = kernels, relative is not None
-        # Ours are by distance alone.
-        ours = relative is None or type(relative) is RelativeBias
+        # Kernels are given a bias by distance alone.
+        ours = relative is None or (type(relative) is RelativeBias and relative.by_distance)
         self.no_distance = "" if ours else f"it has a {type(relative).__name__}"
 
     def kind(self, kind: type[P]) -> type[P]:
