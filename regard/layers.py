@@ -134,6 +134,28 @@ class PlusOneNorm(nn.LayerNorm):
         return x.to(input.dtype)
 
 
+class UnitNorm(nn.Module):
+    """An RMS norm without weights: x / sqrt(mean(x^2) + eps)."""
+
+    def __init__(self, eps: float):
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], None, self.eps)
+
+
+class Gain(nn.Module):
+    """x times one number, which is loaded and not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
 class Add(nn.Module):
     """What a part of a block adds to the stream: residual + dropout(y), y normed first where the order says so."""
 

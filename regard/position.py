@@ -203,6 +203,20 @@ class Yarn(Scaling):
 
 
 @settings
+class Proportional(Scaling):
+    """Only the first `share` of the pairs turn, each as fast as if all did (Gemma 4); every frequency divided by
+    `factor`."""
+
+    share: Share = 1.0  # of the pairs
+    factor: Positive = 1.0  # times as long
+    kind: str = "proportional"
+
+    def scaled(self, freq: Tensor, base: float) -> Tensor:
+        turns = torch.arange(len(freq)) < int(self.share * 2 * len(freq) // 2)
+        return freq / self.factor * turns
+
+
+@settings
 class LongRope(Scaling):
     """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each frequency divided by a number of its own, from `long` in
     rows that reach past `original_len`, else from `short`; the attention turned up where `factor` is more than 1."""
@@ -255,6 +269,7 @@ SCALINGS: dict[str, type[Scaling]] = {
     "llama3": Llama3,
     "yarn": Yarn,
     "longrope": LongRope,
+    "proportional": Proportional,
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from regard.config import (
     settings,
 )
 from regard.errors import UsageError
-from regard.layers import Add, RMSNorm
+from regard.layers import Add, RMSNorm, UnitNorm
 from regard.mask import Span, Visible
 from regard.position import Rope, turned
 
@@ -54,6 +54,8 @@ class GQA:
     softcap: Positive | None = None  # scores are c tanh(s / c)
     sinks: bool = False  # one trained score per head for a key without a value
     gated: bool = False  # each head's output by a sigmoid of x (Qwen3-Next)
+    v_norm: Amount | None = None  # eps of an RMS norm without weights on each value head (Gemma 4)
+    value_is_key: bool = False  # a value is its key, before norms and positions (Gemma 4)
     kind: str = "gqa"
 
     @property
@@ -75,6 +77,13 @@ class GroupedQueryAttention(Mechanism):
     """Self-attention, or cross-attention when the context carries a memory (of width `memory_dim`)."""
 
     shares_rows = True
+    # The number of this layer, where later ones read its keys and values, and of the one whose it reads.
+    lends: int | None = None
+    reads: int | None = None
+
+    # None where another layer's, or the keys themselves, are meant.
+    wk: Any
+    wv: Any
 
     def __init__(
         self, config: GQA, dim: int, memory_dim: int | None = None, add: Add | None = None
@@ -82,14 +91,19 @@ class GroupedQueryAttention(Mechanism):
         super().__init__()
         c, d = config, config.width(dim)
         e, source = c.value_dim or d, memory_dim or dim
+        if c.value_is_key and e != d:
+            raise UsageError(
+                f"attention.value_dim={e}, but a value is its key, of {d}: leave it out"
+            )
         self.config, self.h, self.g, self.d, self.e = c, c.heads, c.groups, d, e
         self.scale = d**-0.5 if c.scale is None else c.scale
         self.wq = nn.Linear(dim, self.h * d, bias=c.bias)
         self.wk = nn.Linear(source, self.g * d, bias=c.bias)
-        self.wv = nn.Linear(source, self.g * e, bias=c.bias)
+        self.wv = None if c.value_is_key else nn.Linear(source, self.g * e, bias=c.bias)
         self.wg = nn.Linear(dim, self.h * e, bias=c.bias) if c.gated else None
         self.wo = nn.Linear(self.h * e, dim, bias=c.out_bias)
         self.q_norm, self.k_norm = self._norm(self.h), self._norm(self.g)
+        self.v_norm = None if c.v_norm is None else UnitNorm(c.v_norm)
         self.sinks = nn.Parameter(torch.zeros(self.h)) if c.sinks else None
         self.add = add or Add()
 
@@ -98,7 +112,22 @@ class GroupedQueryAttention(Mechanism):
         width = heads * self.d if c.qk_norm_whole else self.d
         return None if c.qk_norm is None else RMSNorm(width, c.qk_norm, c.qk_norm_plus_one)
 
+    @property
+    def special(self) -> str:  # type: ignore[override]
+        if self.reads is not None:
+            return "it reads the keys of another layer"
+        if self.lends is not None:
+            return "other layers read its keys"
+        return "its values are its keys" if self.config.value_is_key else ""
+
+    def borrow(self, layer: int) -> None:
+        """Have no keys and values from here on, and read those of an earlier layer."""
+        self.reads, self.wk, self.wv = layer, None, None
+        self.k_norm = self.v_norm = None
+
     def cache_spec(self) -> CacheSpec:
+        if self.reads is not None:
+            return CacheSpec()
         turns = turned("k", self.config.rope)
         return CacheSpec(token={"k": (self.g, self.d), "v": (self.g, self.e)}, turned=turns)
 
@@ -122,12 +151,24 @@ class GroupedQueryAttention(Mechanism):
     def entries(self, x: Tensor, ctx: Context) -> Entries:
         if ctx.memory_pos is not None and ctx.memory is None:
             return {}
+        if self.wk is None:
+            return {}
         source = x if ctx.memory is None else ctx.memory
-        return self.as_entries(self.wk(source), self.wv(source), ctx)
+        k = self.wk(source)
+        return self.as_entries(k, k if self.wv is None else self.wv(source), ctx)
 
     def as_entries(self, k: Tensor, v: Tensor, ctx: Context) -> Entries:
         k = ctx.rotate(self.as_heads(k, self.k_norm), self.config.rope)
-        return {"k": k, "v": v.unflatten(-1, (self.g, self.e))}
+        v = v.unflatten(-1, (self.g, self.e))
+        return {"k": k, "v": v if self.v_norm is None else self.v_norm(v)}
+
+    def kept(self, new: Entries, ctx: Context) -> tuple[Entries, Span]:
+        if self.reads is not None:
+            return ctx.memo["kept", self.reads]
+        found = super().kept(new, ctx)
+        if self.lends is not None:
+            ctx.memo["kept", self.lends] = found
+        return found
 
     def core_attention(
         self, q: Tensor, kept: Entries, mask: Seen, ctx: Context, bias: Bias

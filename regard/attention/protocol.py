@@ -30,7 +30,8 @@ Bias = Tensor | None  # what is added to the scores (b h t s)
 @dataclass
 class Context:
     """Everything a mechanism needs besides x: positions of the tokens, the mask, and (or None) the cache of this layer,
-    the memory to attend to instead of x, a bias over positions, a probe. Made anew for each call; nothing is global."""
+    the memory to attend to instead of x, a bias over positions, the ids, a probe. Made anew for each call; nothing is
+    global."""
 
     pos: Span
     mask: Mask = field(default_factory=Full)
@@ -42,6 +43,8 @@ class Context:
     backend: str = "sdpa"
     site: str = ""
     memo: dict[Any, Any] = field(default_factory=dict)
+    ids: Tensor | None = None
+    layer: int = 0
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What `make` gives, made once a call for all layers."""
@@ -132,6 +135,9 @@ class Mechanism(Renamed, nn.Module):
     # Whether several rows of queries may read one row of what was kept: beams that share a source.
     shares_rows: ClassVar[bool] = False
 
+    # Why no fast part can stand for this one, whatever it holds, or nothing.
+    special: str = ""
+
     config: Any
     wo: Any
     e: int  # width of a value head
@@ -142,9 +148,13 @@ class Mechanism(Renamed, nn.Module):
 
     def attend(self, x: Tensor, ctx: Context) -> Tensor:
         q, new = self.project_qkv(x, ctx)
-        kept, k_pos = ctx.update_cache(**new)  # every token so far
+        kept, k_pos = self.kept(new, ctx)
         mask = ctx.visible(k_pos, self.config.window)
         return self.core_attention(q, kept, mask, ctx, ctx.bias(k_pos))  # b t h e
+
+    def kept(self, new: Entries, ctx: Context) -> tuple[Entries, Span]:
+        """What every token so far left behind, and where these stand."""
+        return ctx.update_cache(**new)
 
     def project_qkv(self, x: Tensor, ctx: Context) -> tuple[Any, Entries]:
         """Projections, head norms, positions: queries (b t h d), and what each token leaves behind."""

@@ -132,7 +132,8 @@ def test_dropouts_in_training_are_theirs(architecture: str, said: bool) -> None:
     model, given = regard.from_hf(module).train(), batch(module.config)
     wanted = census(lambda: theirs(module, given))
     assert census(lambda: model(**given, backend="reference")) == wanted
-    if said and module.config.model_type not in STILL:
+    # Ernie 4.5 has none.
+    if said and rates(cls.config_class()) and module.config.model_type not in STILL:
         assert wanted
 
 
@@ -252,6 +253,8 @@ def test_bfloat16_is_no_further_from_float64_than_theirs(architecture: str, peer
     wanted = at_tokens(exact(**given), given)
     answers = (ours(**given), theirs(module, given)[0])
     off = [(at_tokens(answer, given) - wanted).square().mean(-1) for answer in answers]
-    typical = torch.median if hasattr(module.config, "num_experts_per_tok") else torch.mean
+    counts = ("num_experts_per_tok", "top_k_experts")
+    routed = any(getattr(module.config, key, None) is not None for key in counts)
+    typical = torch.median if routed else torch.mean
     mine, their = (typical(errors.flatten()).sqrt() for errors in off)
     assert mine <= 1.25 * their
