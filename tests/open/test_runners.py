@@ -23,10 +23,13 @@ PROMPTS = [[5, 9, 2, 7], [3, 3, 8, 1, 4, 6, 2, 9, 9], [11]]
 
 
 def build(**changes: Any) -> Any:
+    return stirred("llama", vocab=60, layers=2, dim=64, heads=4, kv_heads=2, max_len=128, **changes)
+
+
+def stirred(preset: str, **changes: Any) -> Any:
+    """Weights large enough that a mistake shows."""
     torch.manual_seed(0)
-    model = regard.build(
-        "llama", vocab=60, layers=2, dim=64, heads=4, kv_heads=2, max_len=128, **changes
-    )
+    model = regard.build(preset, **changes)
     for p in model.parameters():
         p.data.mul_(2.0 if p.dim() > 1 else 1.0)
     return model.eval()
@@ -161,9 +164,8 @@ def test_an_added_runner_serves_what_it_takes(runner: str) -> None:
 @pytest.mark.parametrize("runner", ["torch", "native", "graph"])
 def test_bias_by_more_than_distance_is_that_of_the_plain_model(runner: str) -> None:
     """Kernels are given a bias by distance; where it is rounded by the key's position they are not asked."""
-    relative = regard.Alibi(16, scale=0.4, coarse=True)
-    attention = regard.GQA(16, 4)
-    model = build(heads=None, kv_heads=None, attention=attention, relative=relative)
+    parts = {"attention": regard.GQA(16, 4), "relative": regard.Alibi(16, 6.0, coarse=True)}
+    model = stirred("llama", vocab=60, layers=2, dim=64, max_len=128, **parts)
     prompt = torch.randint(3, 60, (100,), generator=torch.Generator().manual_seed(0)).tolist()
     prepared = regard.prepare(model) if runner == "native" else model
     engine = Engine(prepared, runner="graph" if runner == "graph" else "torch")
