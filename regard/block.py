@@ -155,6 +155,8 @@ class Tower:
     layer_drop: Fraction = 0.0  # share of layers that a step of training leaves out
     # False: a part replaces the stream instead of adding to it, to see what the sum is for
     residual: bool = True
+    # width of what leaves it, by a linear layer without a bias (OPT 350M); default: dim
+    out_dim: Count | None = None
     first_norm: bool = True  # False: the first attention reads the embedding as it is (ModernBERT)
     # Which block each layer is, counted from 0, where layers share them (ALBERT); None: each its own.
     blocks: tuple[Whole, ...] | None = None
@@ -207,6 +209,11 @@ class Tower:
         attentions, own = self.each("attention"), self.layers - self.borrowing
         same = (i for i in reversed(range(own)) if attentions[i] == attentions[layer])
         return next(same) if layer >= own else None
+
+    @property
+    def outputs(self) -> int:
+        """The width of what leaves it."""
+        return self.out_dim or self.dim
 
     def each(self, name: str) -> tuple[Any, ...]:
         """The config of `name` ("attention" or "ffn") for every layer."""
@@ -304,6 +311,7 @@ class Stack(nn.Module):
         self.tables = None if tables is None else LayerTables(tables, c.dim, c.layers)
         self.relative = c.relative.make() if c.relative else None
         self.norm = c.norm.make(c.dim) if c.final_norm else None
+        self.out = nn.Linear(c.dim, c.out_dim, bias=False) if c.out_dim else None
         self.dropout = nn.Dropout(c.dropout if c.end_dropped else 0.0)
 
     def cache_specs(self, part: str = "attention") -> list[CacheSpec]:
@@ -330,4 +338,5 @@ class Stack(nn.Module):
             self_ctx = _at(ctx, self_cache, i, f"{ctx.site}{i}.self")
             cross_ctx = cross and _at(cross, cross_cache, i, f"{ctx.site}{i}.cross")
             x = block(x, self_ctx, cross_ctx)
-        return self.dropout(x if self.norm is None else self.norm(x))
+        x = x if self.norm is None else self.norm(x)
+        return self.dropout(x if self.out is None else self.out(x))

@@ -176,3 +176,18 @@ def test_bias_by_more_than_distance_is_that_of_the_plain_model(runner: str) -> N
         for _ in range(8):
             ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
     assert done[0].ids == ids[100:]
+
+
+@torch.inference_mode()
+def test_layer_behind_the_tower_is_that_of_every_runner() -> None:
+    """A narrow table of words, a wide tower, and a narrow answer of it, step by step; a graph says that it has none."""
+    sizes = {"layers": 2, "dim": 64, "heads": 4, "ffn_dim": 48, "max_len": 64}
+    model = stirred("opt-350m", vocab=60, width=24, out_dim=24, **sizes)
+    assert model.config.embedding.widened_first and model.tower.out.bias is None
+    ids = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
+    for fast in (model, regard.prepare(model)):
+        cache = fast.cache(2)
+        steps = torch.cat([fast(part, cache=cache) for part in ids.split([3] + [1] * 6, 1)], 1)
+        torch.testing.assert_close(steps, model(ids), atol=1e-4, rtol=1e-4)
+    with pytest.raises(regard.UsageError, match="a layer behind its last norm"):
+        Engine(model, runner="graph")

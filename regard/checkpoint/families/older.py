@@ -367,15 +367,17 @@ _ORDER = Group(("do_layer_norm_before", "_remove_final_layer_norm"), _read_order
 
 def _read_width(theirs: Data, ours: Data) -> None:
     width, dim = theirs.get("word_embed_proj_dim"), get(ours, "tower.dim")
-    if width is not None and width != dim:
-        raise rules.wrong(
-            f"word_embed_proj_dim is {width!r}, Regard can only do hidden_size, {dim!r}"
-        )
+    narrow = width is not None and width != dim
+    put(ours, "embedding.widened_first", narrow)
+    for place in ("embedding.width", "tower.out_dim"):
+        put(ours, place, width if narrow else None)
 
 
 def _write_width(ours: Data, theirs: Data) -> None:
-    if theirs.get("word_embed_proj_dim") is not None:
-        theirs["word_embed_proj_dim"] = need(ours, "tower.dim")
+    dim = need(ours, "tower.dim")
+    width = need(ours, "tower.out_dim") or dim
+    if theirs.get("word_embed_proj_dim", dim) != width:
+        theirs["word_embed_proj_dim"] = width
 
 
 # Of BART's kind: their layers, and those of XGLM and BioGPT.
@@ -402,12 +404,17 @@ OPT = Family(
     tensors={
         "decoder.embed_tokens.weight": "embedding.weight", "decoder.final_layer_norm.*": "tower.norm.*",
         "decoder.embed_positions.weight": "embedding.position.weight", "decoder.layers.{i}.": _BART_LAYER,
+        "decoder.project_{in,out}.weight": "{embedding.project,tower.out}.weight",
     },
     head_tensors={**HEAD_TENSORS, **_ANSWERS},
     presets={
         "opt-125m": dict(
             vocab_size=50272, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, ffn_dim=3072,
             max_position_embeddings=2048,
+        ),
+        "opt-350m": dict(
+            vocab_size=50272, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, ffn_dim=4096,
+            max_position_embeddings=2048, word_embed_proj_dim=512, do_layer_norm_before=False,
         ),
     },
 )  # fmt: skip

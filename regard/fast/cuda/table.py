@@ -59,6 +59,8 @@ def why_not(model: Model) -> str:
         return "its attention to the source keeps other shapes than that to the text"
     if tower.cross and (tower.cross.kind != "gqa" or tower.cross.gated):
         return "its attention to the source has latents, or a gate"
+    if tower.out_dim is not None:
+        return "its tower has a layer behind its last norm"
     if tower.per_layer is not None or tower.borrowing:
         return "its layers read keys of others, or tables of their own"
     if c.head is None or c.head.kind != "lm":
