@@ -155,8 +155,6 @@ class Tower:
     layer_drop: Fraction = 0.0  # share of layers that a step of training leaves out
     # False: a part replaces the stream instead of adding to it, to see what the sum is for
     residual: bool = True
-    # width of what leaves it, by a linear layer without a bias (OPT 350M); default: dim
-    out_dim: Count | None = None
     first_norm: bool = True  # False: the first attention reads the embedding as it is (ModernBERT)
     # Which block each layer is, counted from 0, where layers share them (ALBERT); None: each its own.
     blocks: tuple[Whole, ...] | None = None
@@ -164,6 +162,8 @@ class Tower:
     borrowing: Whole = 0
     per_layer: PerLayer | None = None  # a vector for each layer and token, beside the stream
     gained: bool = False  # what a block gives is multiplied by a number (Gemma 4)
+    # width of what leaves it, by a linear layer without a bias (OPT 350M); default: dim
+    out_dim: Count | None = None
     kind: str = "tower"
 
     def __post_init__(self) -> None:
