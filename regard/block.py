@@ -253,6 +253,8 @@ class Tower:
     per_layer: PerLayer | None = None  # a vector for each layer and token, beside the stream
     gained: bool = False  # what a block gives is multiplied by a number (Gemma 4)
     streams: Streams | None = None  # several, mixed around each part (DeepSeek-V4)
+    # width of what leaves it, by a linear layer without a bias (OPT 350M); default: dim
+    out_dim: Count | None = None
     kind: str = "tower"
 
     def __post_init__(self) -> None:
@@ -322,6 +324,11 @@ class Tower:
         attentions, own = self.each("attention"), self.layers - self.borrowing
         same = (i for i in reversed(range(own)) if attentions[i] == attentions[layer])
         return next(same) if layer >= own else None
+
+    @property
+    def outputs(self) -> int:
+        """The width of what leaves it."""
+        return self.out_dim or self.dim
 
     def each(self, name: str) -> tuple[Any, ...]:
         """What `name` ("attention", "ffn" or "order") is for every layer."""
@@ -440,6 +447,7 @@ class Stack(nn.Module):
         self.tables = None if tables is None else LayerTables(tables, c.dim, c.layers)
         self.relative = c.relative.make() if c.relative else None
         self.norm = c.norm.make(c.dim) if c.final_norm else None
+        self.out = nn.Linear(c.dim, c.out_dim, bias=False) if c.out_dim else None
         self.dropout = nn.Dropout(c.dropout if c.end_dropped else 0.0)
 
     def cache_specs(self, part: str = "attention") -> list[CacheSpec]:
@@ -469,4 +477,5 @@ class Stack(nn.Module):
             cross_ctx = cross and _at(cross, cross_cache, i, f"{ctx.site}{i}.cross")
             x = block(x, self_ctx, cross_ctx)
         x = x if self.mix is None else self.mix.end(x)
-        return self.dropout(x if self.norm is None else self.norm(x))
+        x = x if self.norm is None else self.norm(x)
+        return self.dropout(x if self.out is None else self.out(x))

@@ -196,11 +196,12 @@ Keys = dict[str, ConfigRule]
 # checked where it goes.
 _KINDS = {
     "true or false": """is_causal is_gated_act scale_decoder_outputs share_encoder_decoder_embeddings
-    tie_word_embeddings use_sliding_window use_swiglu_ffn""",
+    tie_word_embeddings use_sliding_window _remove_final_layer_norm alibi do_layer_norm_before multi_query
+    new_decoder_architecture parallel_attn use_swiglu_ffn""",
     "a whole number": """decoder_sparse_step first_k_dense_replace full_attention_interval inner_group_num
     global_attn_every_n_layers head_dim local_attention max_position_embeddings max_window_layers n_group
     num_hidden_groups num_hidden_layers num_labels original_max_position_embeddings sliding_window
-    sliding_window_pattern topk_group""",
+    sliding_window_pattern topk_group num_ln_in_parallel_attn word_embed_proj_dim""",
     "a number": """classifier_dropout classifier_dropout_prob dropout global_rope_theta init_std
     initializer_factor initializer_range local_rope_theta mlp_ratio partial_rotary_factor qa_dropout
     rope_local_base_freq rope_theta rotary_emb_base rotary_pct seq_classif_dropout""",

@@ -127,12 +127,13 @@ BY_HEAD = Op(
 @dataclass(frozen=True)
 class To:
     """Where tensors of theirs go: our name, or several apart by spaces, and the operation between.
-    The rule holds where the model has our name, has `needs` and lacks `unless`."""
+    The rule holds where the model has our name, has `needs` and lacks `unless`, and `when` is true of its config."""
 
     ours: str
     op: Op = SAME
     needs: str = ""
     unless: str = ""
+    when: Callable[[Any], bool] | None = None
 
 
 Weights = Mapping[str, Any]
@@ -197,6 +198,8 @@ def steps(
     over weight and bias; where their layers lie in groups of `inner`, {i} over groups and {j} inside one."""
     layers = sorted({int(p) for n in shapes for p in n.split(".")[:4] if p.isdigit()})
     for key, to in table.items():
+        if to.when is not None and not to.when(config):
+            continue
         # Layers that share a block have one set of weights: theirs are counted, ours named after the first.
         for number, layer in enumerate(layers if "{i}" in to.ours else [0]):
             i = str(layer)

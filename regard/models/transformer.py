@@ -78,8 +78,8 @@ class Transformer(Model):
 
     def __init__(self, config: TransformerConfig):
         super().__init__(config)
-        c, dim = config, config.tower.dim
-        self.embedding = c.embedding.make(dim)
+        c, dim = config, config.tower.outputs
+        self.embedding = c.embedding.make(c.tower.dim)
         self.tower = Stack(c.tower)
         self.pooler: nn.Module | None = None
         if c.pooler is not None:
@@ -200,6 +200,8 @@ class EncoderDecoderConfig:
     def __post_init__(self) -> None:
         if self.encoder.reads_ids or self.decoder.reads_ids:
             raise UsageError("per_layer and ffn.hashed are for a model of one tower")
+        if self.encoder.out_dim or self.decoder.out_dim:
+            raise UsageError("out_dim is for a model of one tower")
         if self.encoder.causal or not self.decoder.causal or self.decoder.cross is None:
             raise UsageError("encoder.causal must be false, decoder's true, decoder.cross given")
         if not isinstance(self.target, Tokens):

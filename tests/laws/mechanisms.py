@@ -91,6 +91,7 @@ STATES = [name for name, config in MECHANISMS.items() if isinstance(config, (Del
 TOWERS: dict[str, dict] = {name: {"attention": a} for name, a in MECHANISMS.items()} | {
     "gqa_t5": {"attention": GQA(4, 2), "relative": T5Bias(4, 8, 16, causal=True)},
     "mqa_alibi": {"attention": GQA(6, 1), "relative": Alibi(6)},
+    "alibi_coarse": {"attention": GQA(12, 1), "relative": Alibi(12, scale=0.7, coarse=True)},
     "mla_alibi": {"attention": MECHANISMS["mla"], "relative": Alibi(3)},
     "dsa_t5": {"attention": MECHANISMS["dsa_mla"], "relative": T5Bias(3, 8, 16, causal=True)},
     "dsa_alibi": {"attention": MECHANISMS["dsa_gqa"], "relative": Alibi(6)},
@@ -111,6 +112,7 @@ TOWERS: dict[str, dict] = {name: {"attention": a} for name, a in MECHANISMS.item
     "per_layer": {"attention": _GROUPED, "per_layer": PerLayer(5, VOCAB)},
     "no_first_norm": {"attention": MECHANISMS["mha"], "first_norm": False},
     "norms_plus_one": {"attention": _GROUPED, "norm": Norm(1e-6, rms=True, plus_one=True)},
+    "one_norm": {"attention": _GROUPED, "norm": Norm(plus_one=True), "order": "shared"},
     "norms_no_bias": {"attention": _GROUPED, "norm": Norm(biased=False), "order": "sandwich"},
     "mixed": {"attention": (MECHANISMS["window"], MECHANISMS["dsa_mla"])},
 }

@@ -61,7 +61,7 @@ class Native(Join):
         if module.config.reads_ids:
             return new
         recorded = isinstance(new.norm, NativeNorm | None) and all(map(_recorded, new.blocks))
-        if module.relative is not None or not recorded:
+        if module.relative is not None or module.out is not None or not recorded:
             return share(self.kind(PackedStack), new)
         new = share(self.kind(NativeStack), new)
         new.tapes = Tapes(new)

@@ -63,6 +63,8 @@ def why_not(model: Model) -> str:
         return "its attention to the source keeps other shapes than that to the text"
     if tower.cross and (tower.cross.kind != "gqa" or tower.cross.gated):
         return "its attention to the source has latents, or a gate"
+    if tower.out_dim is not None:
+        return "its tower has a layer behind its last norm"
     if tower.reads_ids or tower.borrowing:
         return "its layers read keys of others, or tables of their own"
     if tower.streams or any(a.kind == "compressed" for a in tower.each("attention")):
@@ -97,8 +99,8 @@ class Cuda(Specialise):
     def __init__(self, kernels: bool, relative: nn.Module | None):
         super().__init__()
         self.kernels, self.biased = kernels, relative is not None
-        # Ours are by distance alone.
-        ours = relative is None or type(relative) is RelativeBias
+        # Kernels are given a bias by distance alone.
+        ours = relative is None or (type(relative) is RelativeBias and relative.by_distance)
         self.no_distance = "" if ours else f"it has a {type(relative).__name__}"
 
     def kind(self, kind: type[P]) -> type[P]:
