@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from regard.attention import Attention, Context, CrossAttention
 from regard.attention.multihead import GroupedQueryAttention
 from regard.cache import CacheSpec
-from regard.config import Amount, Choice, Count, Excludes, Fraction, Kinds, Whole, settings
+from regard.config import (
+    Amount,
+    Choice,
+    Count,
+    Excludes,
+    Fraction,
+    Kinds,
+    Positive,
+    Whole,
+    settings,
+)
 from regard.errors import UsageError
 from regard.layers import (
     MLP,
@@ -24,6 +34,7 @@ from regard.layers import (
     Norm,
     Norms,
     RMSNorm,
+    ScaledAdd,
     UnitNorm,
     activation,
 )
@@ -243,6 +254,7 @@ class Tower:
     path_drop: Fraction = 0.0  # share of rows to which a part adds nothing in a step of training
     # what parts add, each feature times a trained number that starts at this (DINOv2)
     layer_scale: Amount | None = None
+    residual_gain: Positive = 1.0  # what each part adds is multiplied by it (Granite)
     # False: a part replaces the stream instead of adding to it, to see what the sum is for
     residual: bool = True
     first_norm: bool = True  # False: the first attention reads the embedding as it is (ModernBERT)
@@ -274,6 +286,9 @@ class Tower:
             kinds = (self.each(name) for name in ("attention", "ffn", "order"))
             if len(set(zip(self.blocks, *kinds, strict=True))) != len(used):
                 raise UsageError("layers that share a block must have one attention and one ffn")
+        for name in ("chunk", "temperature"):
+            if getattr(self.cross, name, None) is not None:
+                raise UsageError(f"cross.{name}: {APART}; leave it out")
         self._check_streams()
         self._check_borrowing()
         heads = {a.heads for a in self.each("attention")}
@@ -354,7 +369,8 @@ class Block(nn.Module):
         def add(dropped: bool) -> Add:
             scale = None if c.layer_scale is None else LayerScale(dim, c.layer_scale)
             normed = c.norm.make(dim) if order.added else scale
-            return Add(c.dropout if dropped else 0.0, normed, c.path_drop)
+            how = (c.dropout if dropped else 0.0, normed, c.path_drop)
+            return Add(*how) if c.residual_gain == 1.0 else ScaledAdd(c.residual_gain, *how)
 
         self.attention, self.norm1 = attention.make(dim, add=add(c.attention_dropped)), norm()
         self.cross, self.norm2 = None, None
