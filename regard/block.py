@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from regard.attention import Attention, Context, CrossAttention
 from regard.cache import CacheSpec
-from regard.config import Choice, Count, Excludes, Fraction, Kinds, Whole, settings
+from regard.config import Choice, Count, Excludes, Fraction, Kinds, Positive, Whole, settings
 from regard.errors import UsageError
-from regard.layers import MLP, Add, Norm, Norms
+from regard.layers import MLP, Add, Norm, Norms, ScaledAdd
 from regard.mask import Causal, Full, Mask
 from regard.moe import MoE
 from regard.position import Relative
@@ -96,6 +96,7 @@ class Tower:
     ffn_dropped: bool = True  # False: only on what attention adds (ALBERT, ModernBERT)
     end_dropped: bool = False  # True: on what leaves the tower too (T5)
     layer_drop: Fraction = 0.0  # share of layers that a step of training leaves out
+    residual_gain: Positive = 1.0  # what each part adds is multiplied by it (Granite)
     # False: a part replaces the stream instead of adding to it, to see what the sum is for
     residual: bool = True
     first_norm: bool = True  # False: the first attention reads the embedding as it is (ModernBERT)
@@ -121,6 +122,9 @@ class Tower:
             parts = set(zip(self.blocks, self.each("attention"), self.each("ffn"), strict=True))
             if len(parts) != len(used):
                 raise UsageError("layers that share a block must have one attention and one ffn")
+        for name in ("chunk", "temperature"):
+            if getattr(self.cross, name, None) is not None:
+                raise UsageError(f"cross.{name}: {APART}; leave it out")
         heads = {a.heads for a in self.each("attention")}
         if self.relative is not None and heads != {self.relative.heads}:
             given = f"relative.heads={self.relative.heads}"
@@ -148,7 +152,8 @@ class Block(nn.Module):
             return c.norm.make(dim) if order.outer else None
 
         def add(dropped: bool) -> Add:
-            return Add(c.dropout if dropped else 0.0, c.norm.make(dim) if order.added else None)
+            how = (c.dropout if dropped else 0.0, c.norm.make(dim) if order.added else None)
+            return Add(*how) if c.residual_gain == 1.0 else ScaledAdd(c.residual_gain, *how)
 
         self.attention, self.norm1 = attention.make(dim, add=add(c.attention_dropped)), norm()
         self.cross, self.norm2 = None, None

@@ -122,6 +122,18 @@ class RMSNorm(nn.Module):
         return F.rms_norm(wide, self.weight.shape, self.gain, self.eps).to(x.dtype)
 
 
+class UnitNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps): an RMSNorm without a weight, the mean in float32 (Llama 4)."""
+
+    def __init__(self, eps: float):
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return F.rms_norm(wide, x.shape[-1:], None, self.eps).to(x.dtype)
+
+
 class Add(nn.Module):
     """What a part of a block adds to the stream: residual + dropout(y), y normed first where the order says so."""
 
@@ -131,6 +143,18 @@ class Add(nn.Module):
 
     def forward(self, y: Tensor, residual: Tensor | None = None) -> Tensor:
         y = self.dropout(y if self.norm is None else self.norm(y))
+        return y if residual is None else plus(residual, y)
+
+
+class ScaledAdd(Add):
+    """Times `gain` before it is added (Granite)."""
+
+    def __init__(self, gain: float, dropout: float = 0.0, norm: nn.Module | None = None):
+        super().__init__(dropout, norm)
+        self.gain = gain
+
+    def forward(self, y: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = self.dropout(y if self.norm is None else self.norm(y)) * self.gain
         return y if residual is None else plus(residual, y)
 
 
@@ -204,6 +228,7 @@ class LM:
     tied: bool = True  # the embedding is the head's matrix
     bias: bool = False  # on the logits
     scaled: bool = False  # hidden times dim^-0.5 first (T5 v1.0)
+    logit_gain: Positive = 1.0  # hidden times it first (Granite)
     trained: bool = True  # the bias; BART and Marian keep theirs as it was loaded
     logit_softcap: Positive | None = None  # logits are c tanh(z / c)
     kind: str = "lm"
@@ -296,7 +321,9 @@ class LMHead(nn.Module):
         """What the vocabulary's weights are multiplied by."""
         if self.dense is not None and self.act is not None and self.norm is not None:
             return self.norm(self.act(self.dense(h)))
-        return h * h.shape[-1] ** -0.5 if isinstance(self.config, LM) and self.config.scaled else h
+        gain = 1.0 if isinstance(self.config, MLM) else self.config.logit_gain
+        gain = gain * h.shape[-1] ** -0.5 if getattr(self.config, "scaled", False) else gain
+        return h if gain == 1.0 else h * gain
 
     def forward(self, h: Tensor, embedding: Tensor) -> Tensor:
         weight = embedding if self.weight is None else self.weight

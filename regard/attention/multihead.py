@@ -22,9 +22,9 @@ from regard.config import (
     settings,
 )
 from regard.errors import UsageError
-from regard.layers import Add, RMSNorm
+from regard.layers import Add, RMSNorm, UnitNorm
 from regard.mask import Span, Visible
-from regard.position import Rope, turned
+from regard.position import Rope, Temperature, turned
 
 EPS = Needs("qk_norm", such="1e-6")
 
@@ -48,12 +48,16 @@ class GQA:
     qk_norm: Amount | None = None  # eps of an RMS norm on each query and key head
     qk_norm_whole: Annotated[bool, EPS] = False  # on all heads at once (OLMo 2)
     qk_norm_plus_one: Annotated[bool, EPS] = False  # by 1 + w (Gemma 3)
+    qk_norm_bare: Annotated[bool, EPS] = False  # without a weight (Llama 4)
     window: Count | None = None  # a query sees this many tokens at most, itself among them
+    chunk: Count | None = None  # a query sees its own run of this many positions alone (Llama 4)
     dropout: Fraction = 0.0  # of attention weights, in training
     scale: Real | None = None  # default: 1 / sqrt(head_dim)
     softcap: Positive | None = None  # scores are c tanh(s / c)
     sinks: bool = False  # one trained score per head for a key without a value
     gated: bool = False  # each head's output by a sigmoid of x (Qwen3-Next)
+    clip: Positive | None = None  # q, k and v are kept between it and -it before they turn (OLMoE)
+    temperature: Temperature | None = None  # queries grow with their positions (Llama 4)
     kind: str = "gqa"
 
     @property
@@ -93,31 +97,50 @@ class GroupedQueryAttention(Mechanism):
         self.sinks = nn.Parameter(torch.zeros(self.h)) if c.sinks else None
         self.add = add or Add()
 
-    def _norm(self, heads: int) -> RMSNorm | None:
+    def _norm(self, heads: int) -> RMSNorm | UnitNorm | None:
         c = self.config
         width = heads * self.d if c.qk_norm_whole else self.d
-        return None if c.qk_norm is None else RMSNorm(width, c.qk_norm, c.qk_norm_plus_one)
+        if c.qk_norm is None:
+            return None
+        if c.qk_norm_bare:
+            return UnitNorm(c.qk_norm)
+        return RMSNorm(width, c.qk_norm, c.qk_norm_plus_one)
+
+    @property
+    def special(self) -> str:  # type: ignore[override]
+        c = self.config
+        settings = dict(clip=c.clip, chunk=c.chunk, temperature=c.temperature)
+        return next((f"it has a {name}" for name, value in settings.items() if value), "")
 
     def cache_spec(self) -> CacheSpec:
         turns = turned("k", self.config.rope)
         return CacheSpec(token={"k": (self.g, self.d), "v": (self.g, self.e)}, turned=turns)
 
     def flops(self, context: int) -> int:
-        return 2 * min(context, self.config.window or context) * self.h * (self.d + self.e)
+        keys = min(context, self.config.window or context, self.config.chunk or context)
+        return 2 * keys * self.h * (self.d + self.e)
+
+    def visible(self, k_pos: Span, ctx: Context) -> Visible:
+        return ctx.visible(k_pos, self.config.window, self.config.chunk)
 
     def queries(self, x: Tensor, ctx: Context) -> Tensor:
         return self.as_queries(self.wq(x), ctx)
 
     def as_queries(self, q: Tensor, ctx: Context) -> Tensor:
         """(b t hd) -> (b t h d), normed and turned."""
-        return ctx.rotate(self.as_heads(q, self.q_norm), self.config.rope)
+        q = ctx.rotate(self.as_heads(q, self.q_norm), self.config.rope)
+        return ctx.tempered(q, self.config.temperature)
 
-    def as_heads(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
-        """(b t nd) -> (b t n d), normed."""
+    def as_heads(self, x: Tensor, norm: RMSNorm | UnitNorm | None) -> Tensor:
+        """(b t nd) -> (b t n d), normed and clipped."""
         if norm is not None and self.config.qk_norm_whole:
-            return norm(x).unflatten(-1, (-1, self.d))
+            return self.clipped(norm(x).unflatten(-1, (-1, self.d)))
         x = x.unflatten(-1, (-1, self.d))
-        return x if norm is None else norm(x)
+        return self.clipped(x if norm is None else norm(x))
+
+    def clipped(self, x: Tensor) -> Tensor:
+        clip = self.config.clip
+        return x if clip is None else x.clamp(-clip, clip)
 
     def entries(self, x: Tensor, ctx: Context) -> Entries:
         if ctx.memory_pos is not None and ctx.memory is None:
@@ -127,7 +150,7 @@ class GroupedQueryAttention(Mechanism):
 
     def as_entries(self, k: Tensor, v: Tensor, ctx: Context) -> Entries:
         k = ctx.rotate(self.as_heads(k, self.k_norm), self.config.rope)
-        return {"k": k, "v": v.unflatten(-1, (self.g, self.e))}
+        return {"k": k, "v": self.clipped(v.unflatten(-1, (self.g, self.e)))}
 
     def core_attention(
         self, q: Tensor, kept: Entries, mask: Seen, ctx: Context, bias: Bias

@@ -13,7 +13,7 @@ from regard.block import Tower
 from regard.layers import LM, MLP, Norm
 from regard.mask import Causal, Mask, Span
 from regard.models import Tokens, Transformer, TransformerConfig
-from regard.position import Alibi, LongRope, Rope, Sinusoidal, T5Bias
+from regard.position import Alibi, LongRope, Rope, Sinusoidal, T5Bias, Temperature
 
 DIM, VOCAB = 24, 19
 TIGHT = {
@@ -37,18 +37,27 @@ MECHANISMS: dict[str, Attention] = {
     "qk_norm": GQA(heads=3, qk_norm=1e-6, rope=Rope(), head_dim=6, scale=0.7),
     "qk_norm_whole": GQA(heads=6, kv_heads=2, head_dim=4, qk_norm=1e-6, qk_norm_whole=True),
     "qk_norm_plus_one": GQA(heads=3, qk_norm=1e-6, qk_norm_plus_one=True, rope=Rope(), head_dim=6),
+    "qk_norm_bare": GQA(
+        heads=3, qk_norm=1e-6, qk_norm_bare=True, rope=Rope(), head_dim=6, scale=0.7
+    ),
+    "clip": GQA(heads=4, kv_heads=2, head_dim=6, rope=Rope(), clip=0.8),
+    "chunk": GQA(heads=6, kv_heads=3, head_dim=4, rope=Rope(), chunk=4),
+    "temperature": GQA(heads=3, head_dim=6, rope=Rope(), temperature=Temperature(3, 0.6, 1)),
     "longrope": GQA(heads=3, head_dim=8, rope=Rope(partial=0.5, scaling=_LONG, wide=True)),
     "mla": _LATENT,
     "mla_query_latent": MLA(3, latent=10, head_dim=6, rope_dim=4, query_latent=7, rope=Rope()),
     "mla_plain": MLA(3, latent=7, normed=False, bias=True, out_bias=True),
     "mla_wide_value": MLA(3, latent=8, head_dim=5, value_dim=9, query_latent=8, normed=False),
     "mla_window": MLA(3, latent=10, head_dim=6, rope_dim=4, rope=Rope(), window=5),
+    "mla_temperature": MLA(3, 10, 6, 4, rope=Rope(), temperature=Temperature(2, 0.8)),
     # the indexer is told positions, by RoPE or by sinusoids: equal tokens would tie but for rounding
     "dsa_mla": DSA(_LATENT, index_heads=2, index_dim=8, topk=3, rope_dim=4),
     "dsa_gqa": DSA(_GROUPED, index_heads=3, index_dim=6, topk=4, rope_dim=4),
     "dsa_query_latent": DSA(MLA(3, latent=10, head_dim=6, query_latent=7), 2, 8, topk=2),
     "dsa_window_sinks": DSA(GQA(4, 2, window=6, sinks=True, rope=Rope()), 2, 8, 3, rope_dim=2),
     "dsa_gated": DSA(GQA(4, 2, gated=True, rope=Rope()), 2, 8, 3, rope_dim=2),
+    "dsa_interleaved": DSA(_LATENT, 2, 8, topk=3, rope_dim=4, rope_layout="interleaved"),
+    "dsa_chunk": DSA(GQA(4, 2, chunk=6, rope=Rope()), 2, 8, 3, rope_dim=2),
     "dsa_fp8": DSA(_LATENT, 2, 16, topk=3, rope_dim=4, hadamard=True, precision="fp8"),
     "dsa_hadamard": DSA(_GROUPED, 2, 8, topk=3, rope_dim=2, hadamard=True),
     # Norms with a large eps: where a query meets no key, a small one divides by nearly 0, so that rounding the weights
@@ -75,6 +84,7 @@ TOWERS: dict[str, dict] = {name: {"attention": a} for name, a in MECHANISMS.item
     "no_first_norm": {"attention": MECHANISMS["mha"], "first_norm": False},
     "norms_plus_one": {"attention": _GROUPED, "norm": Norm(1e-6, rms=True, plus_one=True)},
     "norms_no_bias": {"attention": _GROUPED, "norm": Norm(biased=False), "order": "sandwich"},
+    "residual_gain": {"attention": _GROUPED, "residual_gain": 0.4},
     "mixed": {"attention": (MECHANISMS["window"], MECHANISMS["dsa_mla"])},
 }
 

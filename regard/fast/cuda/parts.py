@@ -41,7 +41,7 @@ from regard.kernels.triton.experts import Experts, choose, experts, scores, suit
 from regard.kernels.triton.experts import reference as expert_reference
 from regard.kernels.triton.linear import ready
 from regard.kernels.triton.wide import HIGHEST, summed
-from regard.layers import FeedForward, LMHead
+from regard.layers import LM, FeedForward, LMHead
 from regard.mask import Span
 from regard.moe import MixtureOfExperts
 
@@ -52,8 +52,9 @@ class GraphHead(LMHead):
     product: Product
 
     def features(self, h: Any) -> Any:
-        scaled = getattr(self.config, "scaled", False)
-        return super().features(h.tensor()) if scaled else h
+        c = self.config
+        plain = isinstance(c, LM) and not c.scaled and c.logit_gain == 1.0
+        return h if plain else super().features(h.tensor())
 
     def project(self, x: Read, weight: Tensor) -> Tensor:
         return self.product(x)
@@ -384,7 +385,7 @@ class GraphIndexer(Indexer):
         kernels do that there."""
         assert isinstance(ctx, GraphContext)
         some = x[..., : self.config.rope_dim]
-        ctx.rotate(some, self.config.attention.rope, "half", out=some)
+        ctx.rotate(some, self.config.attention.rope, self.config.rope_layout, out=some)
         return x
 
     def fast(self, keys: Tensor) -> bool:
@@ -399,7 +400,8 @@ class GraphIndexer(Indexer):
     ) -> tuple[Tensor, Tensor] | None:
         """The index keys of x (n m), into their pages; and what is `asked` for, queries (n H D) and weights (n H)."""
         c, (keys,), shape, q = self.config, slots.mine, ctx.pos.index.shape, None
-        if slots.pack is not None or c.hadamard or not self.fast(keys):
+        apart = c.hadamard or c.rope_layout != "half"  # the kernel turns halves
+        if slots.pack is not None or apart or not self.fast(keys):
             slots.store(self.kept(self.keys(x.view(*shape, -1), ctx)).flatten(0, 1))
             if asked is None:
                 return None
