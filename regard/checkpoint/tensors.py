@@ -77,6 +77,11 @@ JOINED = Op(
 )
 # One of theirs for each expert.
 STACKED = Op(lambda theirs, *_: [torch.stack(theirs)], lambda ours, *_: list(ours[0].unbind()))
+# Gates of all experts, and below each its up.
+GATE_UP = Op(
+    lambda theirs, *_: list(theirs[0].chunk(2, 1)),
+    lambda ours, *_: [torch.cat(ours, 1)],
+)
 # Gates and ups of all experts by turns (gpt-oss).
 BY_TURNS = Op(
     lambda theirs, *_: [theirs[0][:, ::2], theirs[0][:, 1::2]],

@@ -125,7 +125,8 @@ def test_dropouts_in_training_are_theirs(architecture: str, said: bool) -> None:
     model, given = regard.from_hf(module).train(), batch(module.config)
     wanted = census(lambda: theirs(module, given))
     assert census(lambda: model(**given, backend="reference")) == wanted
-    if said:
+    # Ernie 4.5 has none.
+    if said and rates(cls.config_class()):
         assert wanted
 
 

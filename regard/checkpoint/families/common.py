@@ -71,7 +71,11 @@ EXPERTS = {
 # Norms of what attention and feed-forward add, before it is added.
 ADDED_NORMS = {"post_{attention,feedforward}_layernorm.weight": "{attention,ffn}.add.norm.weight"}
 SCORE = {"score.*": "head.out.*"}
-HEAD_TENSORS = {"lm": {"lm_head.weight": "head.weight"}, "classify": SCORE, "tag": SCORE}
+HEAD_TENSORS = {
+    "lm": {"lm_head.{weight,bias}": "head.{weight,bias}"},
+    "classify": SCORE,
+    "tag": SCORE,
+}
 
 ROTARY = GQA(1, 1, 1, rope=Rope())
 PLUS_ONE = Norm(1e-6, rms=True, plus_one=True)
@@ -112,7 +116,7 @@ def llama_like(
         name=name, base="model.", blank=TransformerConfig(Tokens(1, scaled=scaled), body, max_len=1),
         heads=heads, config={key: rule for key, rule in config.items() if rule is not None},
         tensors={
-            "embed_tokens.weight": "embedding.weight", "norm.weight": "tower.norm.weight",
+            "embed_tokens.weight": "embedding.weight", "norm.*": "tower.norm.*",
             "layers.{i}.": layer,
         },
         head_tensors=HEAD_TENSORS, derived=(r".*rotary_emb\.inv_freq",), **more,
