@@ -96,12 +96,12 @@ class Tower:
     ffn_dropped: bool = True  # False: only on what attention adds (ALBERT, ModernBERT)
     end_dropped: bool = False  # True: on what leaves the tower too (T5)
     layer_drop: Fraction = 0.0  # share of layers that a step of training leaves out
-    residual_gain: Positive = 1.0  # what each part adds is multiplied by it (Granite)
     # False: a part replaces the stream instead of adding to it, to see what the sum is for
     residual: bool = True
     first_norm: bool = True  # False: the first attention reads the embedding as it is (ModernBERT)
     # Which block each layer is, counted from 0, where layers share them (ALBERT); None: each its own.
     blocks: tuple[Whole, ...] | None = None
+    residual_gain: Positive = 1.0  # what each part adds is multiplied by it (Granite)
     kind: str = "tower"
 
     def __post_init__(self) -> None:

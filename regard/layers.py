@@ -228,9 +228,9 @@ class LM:
     tied: bool = True  # the embedding is the head's matrix
     bias: bool = False  # on the logits
     scaled: bool = False  # hidden times dim^-0.5 first (T5 v1.0)
-    logit_gain: Positive = 1.0  # hidden times it first (Granite)
     trained: bool = True  # the bias; BART and Marian keep theirs as it was loaded
     logit_softcap: Positive | None = None  # logits are c tanh(z / c)
+    logit_gain: Positive = 1.0  # hidden times it first (Granite)
     kind: str = "lm"
 
 

@@ -46,11 +46,11 @@ class DSA:
     topk: Count  # keys that a query chooses
     # leading index features turned by attention.rope
     rope_dim: Annotated[Whole, Needs("attention.rope", such="Rope()")] = 0
-    # how: half-split (DeepSeek), or in pairs of neighbours (GLM)
-    rope_layout: Annotated[str, Choice(("half", "interleaved"))] = "half"
     # Turn q and k by an orthogonal matrix: same scores, flatter numbers for fp8.
     hadamard: bool = False
     precision: Annotated[str, Choice(("exact", "fp8"))] = "exact"  # or "fp8"
+    # how these turn: half-split (DeepSeek), or in pairs of neighbours (GLM)
+    rope_layout: Annotated[str, Choice(("half", "interleaved"))] = "half"
     kind: str = "dsa"
 
     def __post_init__(self) -> None:

@@ -135,7 +135,7 @@ _INVERSE = (lambda scale: 1 / scale, lambda gain: round(1 / gain, 12))
 GRANITE_MOE = llama_like(
     "granitemoe", decoder_heads("GraniteMoe", labels=False), replace(ROTARY, scale=1.0), MoE(1, 1, 1),
     keys=dict(
-        attention_bias=BIASED, attention_multiplier=Key("tower.attention.scale", 1.0),
+        attention_bias=BIASED, attention_multiplier=Key("tower.attention.scale", 1.0, null=None),
         embedding_multiplier=Key("embedding.token_gain", 1.0), residual_multiplier=Key("tower.residual_gain", 1.0),
         logits_scaling=Key("head.logit_gain", 1.0, _INVERSE), num_local_experts=Key("tower.ffn.experts", 8),
         num_experts_per_tok=Key("tower.ffn.active", 2),
@@ -187,30 +187,27 @@ DOTS1 = llama_like(
 )  # fmt: skip
 
 
-Reader = Callable[[Data, Data], None]
-
-
-def _read_norms(attention: str, on: bool) -> Reader:
-    """`on`: what a missing use_qk_norm means for the attention at this place of ours."""
+def _norms(attention: str, on: bool, bare: bool = False) -> Group:
+    """The eps of all norms; those of the heads of the attention at this place may be off. `on`: what a missing
+    use_qk_norm means; `bare`: they have no weight."""
+    place = f"{attention}.qk_norm"
 
     def read(theirs: Data, ours: Data) -> None:
-        eps = theirs.get("rms_norm_eps")
+        eps, used = theirs.get("rms_norm_eps"), bool(theirs.get("use_qk_norm", on))
         eps = 1e-5 if eps is None else eps
         put(ours, "tower.norm.eps", eps)
-        put(ours, f"{attention}.qk_norm", eps if theirs.get("use_qk_norm", on) else None)
+        put(ours, place, eps if used else None)
+        if bare:
+            put(ours, f"{place}_bare", used)
 
-    return read
-
-
-def _write_norms(attention: str, on: bool) -> Reader:
     def write(ours: Data, theirs: Data) -> None:
-        eps, inner = get(ours, "tower.norm.eps"), get(ours, f"{attention}.qk_norm")
+        eps, inner = get(ours, "tower.norm.eps"), get(ours, place)
         if eps != theirs.get("rms_norm_eps", 1e-5):
             theirs["rms_norm_eps"] = eps
         if inner is not ABSENT and (inner is not None) != bool(theirs.get("use_qk_norm", on)):
             theirs["use_qk_norm"] = inner is not None
 
-    return write
+    return Group(("rms_norm_eps", "use_qk_norm"), read, write)
 
 
 def _glm_sizes(dim: int, layers: int, ffn: int, experts: int, width: int, dense: int) -> Data:
@@ -222,11 +219,7 @@ def _glm_sizes(dim: int, layers: int, ffn: int, experts: int, width: int, dense:
 GLM4_MOE = llama_like(
     "glm4_moe", decoder_heads("Glm4Moe", labels=False), replace(ROTARY, rope=Rope(partial=0.5)), (SWIGLU, _CORRECTED),
     keys=dict(
-        **_CORRECTED_KEYS,
-        rms_norm_eps=Group(
-            ("rms_norm_eps", "use_qk_norm"), _read_norms("tower.attention", False),
-            _write_norms("tower.attention", False),
-        ),
+        **_CORRECTED_KEYS, rms_norm_eps=_norms("tower.attention", False),
         num_key_value_heads=Key("tower.attention.kv_heads", 8), attention_bias=Key("tower.attention.bias", False),
         rope_parameters=rules.rope_at(
             "tower.attention.rope", share="partial_rotary_factor", partial_rotary_factor=0.5,
@@ -472,11 +465,6 @@ def _write_growth(ours: Data, theirs: Data) -> None:
             theirs[key] = grows[name]
 
 
-def _read_unit_norms(theirs: Data, ours: Data) -> None:
-    _read_norms("tower.attention.1", True)(theirs, ours)
-    put(ours, "tower.attention.1.qk_norm_bare", get(ours, "tower.attention.1.qk_norm") is not None)
-
-
 def _write_experts(kinds: list[str], _: Any, theirs: Data, said: bool) -> None:
     if not said:
         theirs["moe_layers"] = [i for i, kind in enumerate(kinds) if kind == "sparse"]
@@ -508,7 +496,7 @@ LLAMA4 = llama_like(
         # Chunks are read from left to right.
         is_causal=rules.Fixed(True, null=False), num_key_value_heads=EIGHT_KV, attention_bias=BIASED,
         head_dim=Key("tower.attention.head_dim", 128, null=lambda hf: hf["hidden_size"] // hf["num_attention_heads"]),
-        rms_norm_eps=Group(("rms_norm_eps", "use_qk_norm"), _read_unit_norms, _write_norms("tower.attention.1", True)),
+        rms_norm_eps=_norms("tower.attention.1", True, bare=True),
         rope_parameters=_reworded(rules.rope_at("tower.attention.1.rope"), _plain_turn, dict),
         intermediate_size=Key("tower.ffn.1.ffn_dim", 8192), intermediate_size_mlp=Key("tower.ffn.0.ffn_dim", 16384),
         num_local_experts=Key("tower.ffn.1.experts", 16), num_experts_per_tok=Key("tower.ffn.1.active", 1),
