@@ -7,13 +7,25 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.attention import Attention, Context, CrossAttention
+from regard.attention.multihead import GroupedQueryAttention
 from regard.cache import CacheSpec
-from regard.config import Choice, Count, Excludes, Fraction, Kinds, Positive, Whole, settings
+from regard.config import (
+    Amount,
+    Choice,
+    Count,
+    Excludes,
+    Fraction,
+    Kinds,
+    Positive,
+    Whole,
+    settings,
+)
 from regard.errors import UsageError
-from regard.layers import MLP, Add, Norm, Norms, ScaledAdd
+from regard.layers import MLP, Add, Gain, Norm, Norms, RMSNorm, ScaledAdd, activation
 from regard.mask import Causal, Full, Mask
 from regard.moe import MoE
 from regard.position import Relative
@@ -27,6 +39,58 @@ class FeedForwardConfig(Protocol):
 
 FEED_FORWARDS: dict[str, type[FeedForwardConfig]] = {"mlp": MLP, "moe": MoE}
 FeedForwards = Annotated[FeedForwardConfig, Kinds(FEED_FORWARDS)]
+
+
+def own_norms(ffn: FeedForwardConfig) -> bool:
+    """Whether a feed-forward reads the stream by norms of its own."""
+    return getattr(ffn, "normed", None) is not None
+
+
+# --- a vector of its own for each layer and token ------------------------------------------------------------------
+
+
+@settings
+class PerLayer:
+    """Beside the stream each layer i is given e_i = (E_i[token] sqrt(width) + norm(W_i x dim^-1/2)) / sqrt(2), x the
+    embedding, and adds norm(P (act(G stream) * e_i)) to the stream at its end (Gemma 4)."""
+
+    width: Count  # of these vectors
+    vocab: Count  # rows of the tables
+    eps: Amount = 1e-6  # of the norms
+    activation: str = "gelu_tanh"  # of the gate
+    kind: str = "per_layer"
+
+
+class LayerTables(nn.Module):
+    """ids (b t) and the embedding (b t m) -> what each layer is given (b t l width)."""
+
+    def __init__(self, config: PerLayer, dim: int, layers: int):
+        super().__init__()
+        c, self.config = config, config
+        self.weight = nn.Parameter(torch.empty(c.vocab, layers * c.width).normal_(std=0.02))
+        self.project = nn.Linear(dim, layers * c.width, bias=False)
+        self.norm = RMSNorm(c.width, c.eps)
+
+    def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+        width = self.config.width
+        token = F.embedding(ids, self.weight).unflatten(-1, (-1, width)) * width**0.5
+        seen = (self.project(x) * x.shape[-1] ** -0.5).unflatten(-1, (-1, width))
+        return (self.norm(seen) + token) * 2**-0.5
+
+
+class LayerInput(nn.Module):
+    """What a layer makes of its vector (b t width), added to the stream."""
+
+    def __init__(self, config: PerLayer, dim: int):
+        super().__init__()
+        c = config
+        self.act = activation(c.activation)
+        self.gate = nn.Linear(dim, c.width, bias=False)
+        self.project = nn.Linear(c.width, dim, bias=False)
+        self.norm = RMSNorm(dim, c.eps)
+
+    def forward(self, x: Tensor, given: Tensor) -> Tensor:
+        return x + self.norm(self.project(self.act(self.gate(x)) * given))
 
 
 # --- orders of a block --------------------------------------------------------------------------------------------
@@ -53,6 +117,7 @@ class Order:
     outer: bool = True  # a norm for each part, which `around` is given
     added: bool = False  # a norm of what a part adds, before it is added
     parallel: bool = False  # attention and feed-forward read the same stream
+    shared: bool = False  # parallel: through one norm
 
 
 ORDERS: dict[str, Order] = {
@@ -61,6 +126,7 @@ ORDERS: dict[str, Order] = {
     "sandwich": Order(added=True),
     "inner": Order(outer=False, added=True),
     "parallel": Order(parallel=True),
+    "shared": Order(parallel=True, shared=True),
 }
 
 APART = "source and target have no common positions"
@@ -71,7 +137,8 @@ class Tower:
     """`layers` blocks of width `dim`. `attention` and `ffn` are one config for all layers, or one per layer.
 
     order "pre": x + f(norm(x)), with a norm at the end; "post": norm(x + f(x)), as in 2017; "sandwich": x +
-    norm(f(norm(x))) (Gemma); "inner": x + norm(f(x)) (OLMo 2); "parallel": x + f(norm(x)) + g(norm'(x)) (GPT-NeoX).
+    norm(f(norm(x))) (Gemma); "inner": x + norm(f(x)) (OLMo 2); "parallel": x + f(norm(x)) + g(norm'(x)) (GPT-NeoX);
+    "shared": the same with one norm for both (GPT-J, Phi).
     `dropout` falls on what each part adds to the stream. `layer_drop`: the share of layers that a step of training
     leaves out (Fan et al. 2020, arXiv:1909.11556)."""
 
@@ -86,7 +153,7 @@ class Tower:
     ) = None
     memory_dim: Count | None = None  # width of what `cross` attends to; default: dim
     norm: Norms = Norm()  # of each part; "batch": BatchNorm
-    # where it stands: pre, post, sandwich, inner, parallel
+    # where it stands: pre, post, sandwich, inner, parallel, shared
     order: Annotated[str, Choice(ORDERS)] = "pre"
     final_norm: bool = True  # one more at the end (pre)
     causal: bool = True  # a token sees those before it alone
@@ -101,6 +168,10 @@ class Tower:
     first_norm: bool = True  # False: the first attention reads the embedding as it is (ModernBERT)
     # Which block each layer is, counted from 0, where layers share them (ALBERT); None: each its own.
     blocks: tuple[Whole, ...] | None = None
+    # The last so many layers read the keys and values of the last one before them with the same attention (Gemma 4).
+    borrowing: Whole = 0
+    per_layer: PerLayer | None = None  # a vector for each layer and token, beside the stream
+    gained: bool = False  # what a block gives is multiplied by a number (Gemma 4)
     residual_gain: Positive = 1.0  # what each part adds is multiplied by it (Granite)
     kind: str = "tower"
 
@@ -125,10 +196,31 @@ class Tower:
         for name in ("chunk", "temperature"):
             if getattr(self.cross, name, None) is not None:
                 raise UsageError(f"cross.{name}: {APART}; leave it out")
+        if self.order in ("post", "parallel") and any(map(own_norms, self.each("ffn"))):
+            raise UsageError(f"ffn.normed: order {self.order!r} has another norm; choose sandwich")
+        self._check_borrowing()
         heads = {a.heads for a in self.each("attention")}
         if self.relative is not None and heads != {self.relative.heads}:
             given = f"relative.heads={self.relative.heads}"
             raise UsageError(f"{given}, but attention has {sorted(heads)} heads")
+
+    def _check_borrowing(self) -> None:
+        attentions, own = self.each("attention"), self.layers - self.borrowing
+        if not self.borrowing:
+            return
+        if self.blocks is not None or self.layer_drop:
+            raise UsageError("borrowing is for layers that share no block, and are not left out")
+        if any(a.kind != "gqa" for a in attentions) or set(attentions[own:]) - set(
+            attentions[:own]
+        ):
+            why = f"borrowing={self.borrowing} of {self.layers} layers"
+            raise UsageError(f"{why}: each must find the same attention, a gqa, in one before them")
+
+    def lender(self, layer: int) -> int | None:
+        """The layer whose keys and values this one reads, or None if it has its own."""
+        attentions, own = self.each("attention"), self.layers - self.borrowing
+        same = (i for i in reversed(range(own)) if attentions[i] == attentions[layer])
+        return next(same) if layer >= own else None
 
     def each(self, name: str) -> tuple[Any, ...]:
         """The config of `name` ("attention" or "ffn") for every layer."""
@@ -160,18 +252,33 @@ class Block(nn.Module):
         if c.cross is not None:
             self.cross = c.cross.make(dim, c.memory_dim, add(c.attention_dropped))
             self.norm2 = norm()
-        self.ffn, self.norm3 = ffn.make(dim, add(c.ffn_dropped)), norm()
+        self.ffn = ffn.make(dim, add(c.ffn_dropped))
+        self.norm3 = None if order.shared or own_norms(ffn) else norm()
+        self.input = None if c.per_layer is None else LayerInput(c.per_layer, dim)
+        self.gain = Gain() if c.gained else None
 
     def forward(self, x: Tensor, ctx: Context, cross: Context | None = None) -> Tensor:
         if ORDERS[self.order].parallel:
-            assert self.norm3 is not None
-            return self.ffn(self.norm3(x), self.around(self.norm1, self.attention, x, ctx))
+            return self.end(self.both(x, ctx), ctx)
         x = self.around(self.norm1, self.attention, x, ctx)
         if self.cross is not None:
             x = self.around(self.norm2, self.cross, x, cross)
-        return self.around(self.norm3, self.ffn, x)
+        return self.end(self.around(self.norm3, self.ffn, x), ctx)
 
-    def around(self, norm: nn.Module | None, part: nn.Module, x: Tensor, *ctx: Any) -> Tensor:
+    def both(self, x: Tensor, ctx: Context) -> Tensor:
+        """Attention and feed-forward of one stream, by norms of their own or by one."""
+        if self.norm3 is not None:
+            return self.ffn(self.norm3(x), self.around(self.norm1, self.attention, x, ctx))
+        normed = x if self.norm1 is None else self.norm1(x)
+        return self.ffn(normed, self.around(lambda _: normed, self.attention, x, ctx))
+
+    def end(self, x: Tensor, ctx: Context) -> Tensor:
+        """The stream after both parts, as this block gives it."""
+        if self.input is not None:
+            x = self.input(x, ctx.memo["per layer"][:, :, ctx.layer])
+        return x if self.gain is None else self.gain(x)
+
+    def around(self, norm: Normed | None, part: nn.Module, x: Tensor, *ctx: Any) -> Tensor:
         """The stream after a part, which adds x itself, where there is a residual."""
         normed = _same if norm is None else norm
         return ORDERS[self.order].around(normed, part, x, x if self.residual else None, *ctx)
@@ -184,7 +291,7 @@ def _same(x: Tensor) -> Tensor:
 def _at(ctx: Context, cache: Any, layer: int, site: str) -> Context:
     """The context of one layer. In a small model's step dataclasses.replace, twice as slow, would be felt."""
     store = None if cache is None else cache.layer(layer)
-    return type(ctx)(**{**vars(ctx), "store": store, "site": site})
+    return type(ctx)(**{**vars(ctx), "store": store, "site": site, "layer": layer})
 
 
 class Stack(nn.Module):
@@ -200,6 +307,16 @@ class Stack(nn.Module):
         )
         if not c.first_norm:
             blocks[0].norm1 = None
+        for i in range(c.layers - c.borrowing, c.layers):
+            lender = c.lender(i)
+            assert lender is not None
+            reader, source = blocks[i].attention, blocks[lender].attention
+            assert isinstance(reader, GroupedQueryAttention)
+            assert isinstance(source, GroupedQueryAttention)
+            reader.borrow(lender)
+            source.lends = lender
+        tables = c.per_layer
+        self.tables = None if tables is None else LayerTables(tables, c.dim, c.layers)
         self.relative = c.relative.make() if c.relative else None
         self.norm = c.norm.make(c.dim) if c.final_norm else None
         self.dropout = nn.Dropout(c.dropout if c.end_dropped else 0.0)
@@ -218,6 +335,9 @@ class Stack(nn.Module):
         """`caches`: of self-attention and of cross-attention; each block gets its layer of them."""
         self_cache, cross_cache = caches
         ctx = replace(ctx, relative=self.relative)
+        if self.tables is not None:
+            assert ctx.ids is not None
+            ctx.memo["per layer"] = self.tables(ctx.ids, x)
         for i, block in enumerate(self.blocks):
             drop = self.config.layer_drop
             if drop and self.training and drop > torch.rand([]):

@@ -17,12 +17,12 @@ from regard.kernels.c.train import gelu_tanh
 @settings
 class Norm:
     """LayerNorm: (x - mean) / sqrt(var + eps) * w + b over the features of each token, biased variance.
-    RMSNorm (`rms`): x / sqrt(mean(x^2) + eps) * w. `plus_one`: it multiplies by 1 + w (Gemma)."""
+    RMSNorm (`rms`): x / sqrt(mean(x^2) + eps) * w. `plus_one`: they multiply by 1 + w (Gemma, Nemotron)."""
 
     eps: Amount = 1e-5  # inside the root
     rms: bool = False  # RMSNorm
     biased: bool = True  # a LayerNorm
-    plus_one: Annotated[bool, Needs("rms", such="true")] = False  # by 1 + w (Gemma)
+    plus_one: bool = False  # by 1 + w (Gemma, Nemotron)
     kind: str = "norm"
 
     def __post_init__(self) -> None:
@@ -32,7 +32,8 @@ class Norm:
     def make(self, dim: int) -> nn.Module:
         if self.rms:
             return RMSNorm(dim, self.eps, self.plus_one)
-        return nn.LayerNorm(dim, self.eps, bias=self.biased)
+        kind = PlusOneNorm if self.plus_one else nn.LayerNorm
+        return kind(dim, self.eps, bias=self.biased)
 
 
 @settings
@@ -122,16 +123,37 @@ class RMSNorm(nn.Module):
         return F.rms_norm(wide, self.weight.shape, self.gain, self.eps).to(x.dtype)
 
 
+class PlusOneNorm(nn.LayerNorm):
+    """A LayerNorm that multiplies by 1 + w, in float32 as its RMS form. w starts at 1, as in transformers' Nemotron."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        wide = torch.promote_types(input.dtype, torch.float32)
+        bias = None if self.bias is None else self.bias.to(wide)
+        gain = 1 + self.weight.to(wide)
+        x = F.layer_norm(input.to(wide), self.normalized_shape, gain, bias, self.eps)
+        return x.to(input.dtype)
+
+
 class UnitNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps): an RMSNorm without a weight, the mean in float32 (Llama 4)."""
+    """An RMS norm without weights: x / sqrt(mean(x^2) + eps) (Llama 4, Gemma 4)."""
 
     def __init__(self, eps: float):
         super().__init__()
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return F.rms_norm(wide, x.shape[-1:], None, self.eps).to(x.dtype)
+        return F.rms_norm(x, x.shape[-1:], None, self.eps)
+
+
+class Gain(nn.Module):
+    """x times one number, which is loaded and not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
 
 
 class Add(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from regard.config import Amount, AtMost, Choice, Count, Divides, Positive, Whole, settings
 from regard.errors import Former, Renamed, UsageError
-from regard.layers import MLP, Add, FeedForward, activation
+from regard.layers import MLP, Add, FeedForward, RMSNorm, activation
 
 
 @settings
@@ -51,11 +51,16 @@ class MoE:
     weigh_input: bool = False  # weights are on what experts read (Llama 4)
     wide_router: bool = False  # its weight stays float32 in half precision (ERNIE 4.5)
     mixer: Amount | None = None  # how near to the best a chosen expert may be (Phi-3.5-MoE)
+    # eps: router, experts and shared ones read the stream by norms of their own, and the latter add by such (Gemma 4)
+    normed: Amount | None = None
+    gains: bool = False  # a trained number for each expert, which its weight is multiplied by
     kind: str = "moe"
 
     def __post_init__(self) -> None:
-        if self.mixer is not None and (self.groups > 1 or self.corrected):
-            raise UsageError("ffn.mixer has no groups of experts, and no bias on their choice")
+        if self.mixer is not None and (self.groups > 1 or self.corrected or self.gains):
+            raise UsageError(
+                "ffn.mixer has no groups of experts, no bias on their choice and no gains"
+            )
         within = self.experts // self.groups * self.active_groups
         if self.active > within:
             raise UsageError(
@@ -99,6 +104,12 @@ class MixtureOfExperts(Renamed, nn.Module):
             bias = nn.Parameter(torch.zeros(c.experts, width)) if c.bias else None
             self.register_parameter(f"{name}_bias", bias)
         self.shared = FeedForward(c.all_shared, dim) if c.shared else None
+        self.norms = None
+        if c.normed is not None:
+            parts = ["router", "experts", "experts_out"] + ["shared", "shared_out"] * bool(c.shared)
+            eps = c.normed
+            self.norms = nn.ModuleDict({part: RMSNorm(dim, eps) for part in parts})
+        self.gains = nn.Parameter(torch.ones(c.experts)) if c.gains else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if c.shared and c.shared_gated else None
         self.add = add or Add()
         # Of the last forward in training: scores (n E) and choices (n a) of every token.
@@ -143,6 +154,8 @@ class MixtureOfExperts(Renamed, nn.Module):
         weight = score.gather(-1, chosen)
         if c.normalized:
             weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
+        if self.gains is not None:
+            weight = weight * self.gains[chosen]
         return chosen, weight * c.gain
 
     def mixed(self, logits: Tensor, near: float) -> tuple[Tensor, Tensor]:
@@ -185,13 +198,21 @@ class MixtureOfExperts(Renamed, nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         x = self.expert_input(x)
-        out = self.mix(x, *self.route(x.flatten(0, -2)))
+        routed = self.by_norm("router", x).flatten(0, -2)
+        if self.norms is not None:
+            routed = routed * routed.shape[-1] ** -0.5
+        out = self.mix(self.by_norm("experts", x), *self.route(routed))
+        out = self.by_norm("experts_out", out)
         if self.shared is not None:
-            shared = self.shared(x)
+            shared = self.by_norm("shared_out", self.shared(self.by_norm("shared", x)))
             if self.shared_gate is not None:
                 shared = self.sigmoid(self.shared_gate(x)) * shared
             out = self.plus(out, shared)
         return self.add_residual(out, residual)
+
+    def by_norm(self, name: str, x: Tensor) -> Tensor:
+        """x, normed where this mixture has norms of its own."""
+        return x if self.norms is None else self.norms[name](x)
 
     def expert_input(self, x: Tensor) -> Tensor:
         """What the router and all experts read."""

@@ -49,11 +49,14 @@ class Sinusoidal:
     """PE(p, 2i) = sin(p w_i), PE(p, 2i+1) = cos(p w_i), w_i = base^(-2i/d)   (Vaswani et al. 2017, 3.5).
 
     `layout`: "interleaved" as in the paper, "halves" (sines, then cosines: Marian), "fairseq" (halves with
-    w_i = base^(-i/(d/2-1))). PE(p+k) is a fixed rotation of PE(p)."""
+    w_i = base^(-i/(d/2-1))). PE(p+k) is a fixed rotation of PE(p). `offset` and `skip` as for Learned, but what is
+    skipped gets nothing (M2M100)."""
 
     max_len: Count  # places
     base: Positive = 10000.0  # the longest wave is 2 pi base
     layout: str = "interleaved"  # interleaved, halves or fairseq
+    offset: Whole = 0  # what place 0 counts as
+    skip: Whole | None = None  # id that gets no place
     kind: str = "sinusoidal"
 
     def make(self, dim: int) -> PositionVectors:
@@ -62,12 +65,15 @@ class Sinusoidal:
 
 def sinusoid(pos: Tensor, dim: int, base: float = 10000.0, layout: str = "interleaved") -> Tensor:
     """pos (...) -> (... dim), in float64 inside: any width, odd ones too."""
-    half = (dim + 1) // 2
+    # An odd width ends with a sine, and in fairseq with a 0.
+    half = dim // 2 if layout == "fairseq" else (dim + 1) // 2
     step = 1 / max(half - 1, 1) if layout == "fairseq" else 2 / dim
     i = torch.arange(half, dtype=torch.float64, device=pos.device)
     angle = pos.double()[..., None] * torch.exp(-math.log(base) * step * i)
     sin, cos = angle.sin(), angle.cos()[..., : dim // 2]
-    if layout in ("halves", "fairseq"):
+    if layout == "fairseq":
+        return torch.cat([sin, cos, sin.new_zeros(*pos.shape, dim % 2)], -1)
+    if layout == "halves":
         return torch.cat([sin, cos], -1)
     if layout != "interleaved":
         raise UsageError(f"sinusoid layout {layout!r}; choose interleaved, halves or fairseq")
@@ -88,16 +94,18 @@ class PositionVectors(nn.Module):
 
     def forward(self, pos: Tensor, ids: Tensor | None = None) -> Tensor:
         c = self.config
-        if isinstance(c, Sinusoidal):
-            return sinusoid(pos.clamp(min=0), self.dim, c.base, c.layout)
         if c.skip is not None and ids is not None:
             counts = (ids != c.skip) & (pos >= 0)
             before, number = pos[:, :1].clamp(min=0), counts.cumsum(-1)
             # Of packed documents each counts anew.
             earlier = torch.where(pos == 0, number - counts.long(), 0).cummax(-1).values
             pos = torch.where(counts, before + number - earlier - 1, -1)
+        else:
+            pos = pos.clamp(min=0)
+        if isinstance(c, Learned):
             return self.weight[pos + c.offset]
-        return self.weight[pos.clamp(min=0) + c.offset]
+        x = sinusoid(pos + c.offset, self.dim, c.base, c.layout)
+        return x if c.skip is None else x * (pos >= 0)[..., None]
 
 
 POSITIONS: dict[str, type[PositionConfig]] = {"learned": Learned, "sinusoidal": Sinusoidal}
@@ -195,6 +203,20 @@ class Yarn(Scaling):
 
 
 @settings
+class Proportional(Scaling):
+    """Only the first `share` of the pairs turn, each as fast as if all did (Gemma 4); every frequency divided by
+    `factor`."""
+
+    share: Share = 1.0  # of the pairs
+    factor: Positive = 1.0  # times as long
+    kind: str = "proportional"
+
+    def scaled(self, freq: Tensor, base: float) -> Tensor:
+        turns = torch.arange(len(freq)) < int(self.share * 2 * len(freq) // 2)
+        return freq / self.factor * turns
+
+
+@settings
 class LongRope(Scaling):
     """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each frequency divided by a number of its own, from `long` in
     rows that reach past `original_len`, else from `short`; the attention turned up where `factor` is more than 1."""
@@ -247,6 +269,7 @@ SCALINGS: dict[str, type[Scaling]] = {
     "llama3": Llama3,
     "yarn": Yarn,
     "longrope": LongRope,
+    "proportional": Proportional,
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,8 @@ class GQA:
     softcap: Positive | None = None  # scores are c tanh(s / c)
     sinks: bool = False  # one trained score per head for a key without a value
     gated: bool = False  # each head's output by a sigmoid of x (Qwen3-Next)
+    v_norm: Amount | None = None  # eps of an RMS norm without weights on each value head (Gemma 4)
+    value_is_key: bool = False  # a value is its key, before norms and positions (Gemma 4)
     chunk: Count | None = None  # a query sees its own run of this many positions alone (Llama 4)
     clip: Positive | None = None  # q, k and v are kept between it and -it before they turn (OLMoE)
     temperature: Temperature | None = None  # queries grow with their positions (Llama 4)
@@ -79,6 +81,13 @@ class GroupedQueryAttention(Mechanism):
     """Self-attention, or cross-attention when the context carries a memory (of width `memory_dim`)."""
 
     shares_rows = True
+    # The number of this layer, where later ones read its keys and values, and of the one whose it reads.
+    lends: int | None = None
+    reads: int | None = None
+
+    # None where another layer's, or the keys themselves, are meant.
+    wk: Any
+    wv: Any
 
     def __init__(
         self, config: GQA, dim: int, memory_dim: int | None = None, add: Add | None = None
@@ -86,14 +95,19 @@ class GroupedQueryAttention(Mechanism):
         super().__init__()
         c, d = config, config.width(dim)
         e, source = c.value_dim or d, memory_dim or dim
+        if c.value_is_key and e != d:
+            raise UsageError(
+                f"attention.value_dim={e}, but a value is its key, of {d}: leave it out"
+            )
         self.config, self.h, self.g, self.d, self.e = c, c.heads, c.groups, d, e
         self.scale = d**-0.5 if c.scale is None else c.scale
         self.wq = nn.Linear(dim, self.h * d, bias=c.bias)
         self.wk = nn.Linear(source, self.g * d, bias=c.bias)
-        self.wv = nn.Linear(source, self.g * e, bias=c.bias)
+        self.wv = None if c.value_is_key else nn.Linear(source, self.g * e, bias=c.bias)
         self.wg = nn.Linear(dim, self.h * e, bias=c.bias) if c.gated else None
         self.wo = nn.Linear(self.h * e, dim, bias=c.out_bias)
         self.q_norm, self.k_norm = self._norm(self.h), self._norm(self.g)
+        self.v_norm = None if c.v_norm is None else UnitNorm(c.v_norm)
         self.sinks = nn.Parameter(torch.zeros(self.h)) if c.sinks else None
         self.add = add or Add()
 
@@ -108,11 +122,24 @@ class GroupedQueryAttention(Mechanism):
 
     @property
     def special(self) -> str:  # type: ignore[override]
+        if self.reads is not None:
+            return "it reads the keys of another layer"
+        if self.lends is not None:
+            return "other layers read its keys"
+        if self.config.value_is_key:
+            return "its values are its keys"
         c = self.config
         settings = dict(clip=c.clip, chunk=c.chunk, temperature=c.temperature)
         return next((f"it has a {name}" for name, value in settings.items() if value), "")
 
+    def borrow(self, layer: int) -> None:
+        """Have no keys and values from here on, and read those of an earlier layer."""
+        self.reads, self.wk, self.wv = layer, None, None
+        self.k_norm = self.v_norm = None
+
     def cache_spec(self) -> CacheSpec:
+        if self.reads is not None:
+            return CacheSpec()
         turns = turned("k", self.config.rope)
         return CacheSpec(token={"k": (self.g, self.d), "v": (self.g, self.e)}, turned=turns)
 
@@ -145,12 +172,24 @@ class GroupedQueryAttention(Mechanism):
     def entries(self, x: Tensor, ctx: Context) -> Entries:
         if ctx.memory_pos is not None and ctx.memory is None:
             return {}
+        if self.wk is None:
+            return {}
         source = x if ctx.memory is None else ctx.memory
-        return self.as_entries(self.wk(source), self.wv(source), ctx)
+        k = self.wk(source)
+        return self.as_entries(k, k if self.wv is None else self.wv(source), ctx)
 
     def as_entries(self, k: Tensor, v: Tensor, ctx: Context) -> Entries:
         k = ctx.rotate(self.as_heads(k, self.k_norm), self.config.rope)
-        return {"k": k, "v": self.clipped(v.unflatten(-1, (self.g, self.e)))}
+        v = self.clipped(v.unflatten(-1, (self.g, self.e)))
+        return {"k": k, "v": v if self.v_norm is None else self.v_norm(v)}
+
+    def kept(self, new: Entries, ctx: Context) -> tuple[Entries, Span]:
+        if self.reads is not None:
+            return ctx.memo["kept", self.reads]
+        found = super().kept(new, ctx)
+        if self.lends is not None:
+            ctx.memo["kept", self.lends] = found
+        return found
 
     def core_attention(
         self, q: Tensor, kept: Entries, mask: Seen, ctx: Context, bias: Bias

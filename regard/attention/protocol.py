@@ -30,7 +30,8 @@ Bias = Tensor | None  # what is added to the scores (b h t s)
 @dataclass
 class Context:
     """Everything a mechanism needs besides x: positions of the tokens, the mask, and (or None) the cache of this layer,
-    the memory to attend to instead of x, a bias over positions, a probe. Made anew for each call; nothing is global."""
+    the memory to attend to instead of x, a bias over positions, the ids, a probe. Made anew for each call; nothing is
+    global."""
 
     pos: Span
     mask: Mask = field(default_factory=Full)
@@ -42,6 +43,8 @@ class Context:
     backend: str = "sdpa"
     site: str = ""
     memo: dict[Any, Any] = field(default_factory=dict)
+    ids: Tensor | None = None
+    layer: int = 0
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What `make` gives, made once a call for all layers."""
@@ -155,9 +158,13 @@ class Mechanism(Renamed, nn.Module):
 
     def attend(self, x: Tensor, ctx: Context) -> Tensor:
         q, new = self.project_qkv(x, ctx)
-        kept, k_pos = ctx.update_cache(**new)  # every token so far
+        kept, k_pos = self.kept(new, ctx)
         mask = self.visible(k_pos, ctx)
         return self.core_attention(q, kept, mask, ctx, ctx.bias(k_pos))  # b t h e
+
+    def kept(self, new: Entries, ctx: Context) -> tuple[Entries, Span]:
+        """What every token so far left behind, and where these stand."""
+        return ctx.update_cache(**new)
 
     def visible(self, k_pos: Span, ctx: Context) -> Visible:
         """Which of these keys each query sees."""

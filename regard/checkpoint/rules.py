@@ -195,6 +195,8 @@ def check_kinds(theirs: Data, keys: Collection[str]) -> None:
 ACTIVATIONS = {name: name for name in ("relu", "gelu", "silu", "tanh", "quick_gelu", "relu2")}
 ACTIVATIONS |= dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
 ACTIVATIONS |= {"gelu_python": "gelu", "swish": "silu"}
+# A scale of scores, said as the number whose root divides them.
+ROOT = (lambda n: n**-0.5, lambda scale: round(scale**-2))
 
 # --- keys that only make sense together: RoPE -----------------------------------------------------------------------
 
@@ -209,6 +211,7 @@ _SCALING: dict[str, dict[str, str]] = {
     | {_ORIGINAL: "original_len"},
     "longrope": dict(factor="factor", short_factor="short", long_factor="long")
     | {"attention_factor": "attention_factor", _ORIGINAL: "original_len"},
+    "proportional": dict(factor="factor", partial_rotary_factor="share"),
 }
 # What may be missing, and what it means then.
 _OPTIONAL: Data = dict(beta_fast=32.0, beta_slow=1.0, truncate=True)
@@ -228,7 +231,9 @@ def _rope_of(theirs: Data, renamed: Mapping[str, str]) -> Data:
         kind = "default"
         for key in ("factor", _ORIGINAL):
             given.pop(key, None)
-    share = given.pop("partial_rotary_factor", theirs.get("partial_rotary_factor"))
+    share = theirs.get("partial_rotary_factor")
+    if kind != "proportional":
+        share = given.pop("partial_rotary_factor", share)
     scaling: Data | None = None
     if kind != "default":
         if kind not in _SCALING:
@@ -237,6 +242,9 @@ def _rope_of(theirs: Data, renamed: Mapping[str, str]) -> Data:
         whole = theirs.get("max_position_embeddings")
         original = given.get(_ORIGINAL) or theirs.get(_ORIGINAL) or whole
         missing = {**_OPTIONAL, _ORIGINAL: original}
+        if kind == "proportional":
+            missing |= dict(factor=1.0, partial_rotary_factor=1.0 if share is None else share)
+            share = None
         if kind == "longrope":
             missing["factor"] = whole and whole / original
         for key, name in _SCALING[kind].items():
@@ -294,13 +302,18 @@ def rope_at(
     base: str = "rope_theta",
     share: str = "",
     renamed: Mapping[str, str] | None = None,
+    idle: str = "",
     **missing: Any,
 ) -> Group:
     """The RoPE of the attention at this place of ours. `base` and `share` are their older keys for them (no share:
-    heads turn whole), `renamed` their other words for a rope_type, `missing` what missing keys mean."""
+    heads turn whole), `renamed` their other words for a rope_type, `missing` what missing keys mean, `idle` words of
+    rope_parameters that decide nothing here."""
 
     def words(theirs: Data, _: str) -> Data:
         said = {**missing, **{k: v for k, v in theirs.items() if v is not None}}
+        for key in ("rope_parameters", "rope_scaling"):
+            if idle and isinstance(said.get(key), dict):
+                said[key] = {k: v for k, v in said[key].items() if k not in idle.split()}
         said |= {"rope_theta": said.get(base)}
         said |= {"partial_rotary_factor": said.get(share)} if share else {}
         out = _rope_of(said, renamed or {})
@@ -309,19 +322,31 @@ def rope_at(
         return out
 
     more = ["original_max_position_embeddings", *([] if share else ["partial_rotary_factor"])]
-    return _ropes({"": place}, words, [base, share] if share else [base], more)
+    group = _ropes({"": place}, words, [base, share] if share else [base], more)
+
+    def write(ours: Data, theirs: Data) -> None:
+        given = theirs.get("rope_parameters") or {}
+        group.writer(ours, theirs)
+        kept = {key: given[key] for key in idle.split() if key in given}
+        if kept:
+            theirs["rope_parameters"] = {**theirs["rope_parameters"], **kept}
+
+    return replace(group, writer=write)
 
 
 def ropes_by_layer(
-    full: tuple[str, float], sliding: tuple[str, float], scaled: str = "full_attention"
+    full: tuple[str, float],
+    sliding: tuple[str, float],
+    scaled: str = "full_attention",
+    missing: Data | None = None,
 ) -> Group:
     """A RoPE for the layers that see all and one for those that slide, as `sliding_layers` lists them. `full` and
     `sliding` are older keys for their bases and what missing ones mean, `scaled` says whose scaling an older
-    rope_scaling is."""
+    rope_scaling is, `missing` what missing rope_parameters mean."""
     bases = {"full_attention": full, "sliding_attention": sliding}
 
     def words(theirs: Data, word: str) -> Data:
-        nested = (theirs.get("rope_parameters") or {}).get(word)
+        nested = (theirs.get("rope_parameters") or missing or {}).get(word)
         older = theirs.get("rope_scaling") if word in scaled and nested is None else None
         key, default = bases[word]
         base = default if theirs.get(key) is None else theirs[key]
@@ -521,14 +546,17 @@ def _write_labels(ours: Data, theirs: Data) -> None:
     theirs["label2id"] = {f"LABEL_{i}": i for i in range(labels)}
 
 
-def head_dropout(**keys: tuple[str, str | float]) -> Group:
-    """The dropout of a head, by its kind: its key, and what a missing or null one means: a number, or the value of
-    another key, which is 0.1 where it is missing too. Kinds that are not named have none."""
+def head_dropout(**keys: tuple[str, str | float | Callable[[Data], float]]) -> Group:
+    """The dropout of a head, by its kind: its key, and what a missing or null one means: a number, what a function
+    makes of the other keys, or the value of another key, which is 0.1 where it is missing too. Kinds that are not
+    named have none."""
 
     def of(theirs: Data, kind: Any) -> float:
         name, default = keys[kind]
         if theirs.get(name) is not None:
             return theirs[name]
+        if callable(default):
+            return default(theirs)
         return theirs.get(default, 0.1) if isinstance(default, str) else default
 
     def read(theirs: Data, ours: Data) -> None:

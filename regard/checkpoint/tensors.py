@@ -56,13 +56,19 @@ def by_head(kind: str, field: str) -> Op:
     def heads(config: Any) -> int:
         return next(getattr(a, field) for a in config.tower.each("attention") if a.kind == kind)
 
+    return in_turns(heads)
+
+
+def in_turns(count: Callable[[Any], int]) -> Op:
+    """Several of ours in one of theirs: a share of the rows of each, and so on, as many times as `count` says."""
+
     def load(theirs: list[Tensor], sizes: list[torch.Size], config: Any) -> list[Tensor]:
-        h = heads(config)
+        h = count(config)
         rows = theirs[0].unflatten(0, (h, -1)).split([size[0] // h for size in sizes], 1)
         return [x.flatten(0, 1) for x in rows]
 
     def save(ours: list[Tensor], _: int, config: Any) -> list[Tensor]:
-        rows = [x.unflatten(0, (heads(config), -1)) for x in ours]
+        rows = [x.unflatten(0, (count(config), -1)) for x in ours]
         return [torch.cat(rows, 1).flatten(0, 1)]
 
     return Op(load, save)

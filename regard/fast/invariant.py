@@ -30,12 +30,13 @@ from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.ordered import agrees, cancelling, dots
 from regard.attention.scores import Additive, Bilinear, Hard
 from regard.attention.sparse import Indexer, SparseAttention, fp8_dots
+from regard.block import LayerInput, LayerTables
 from regard.errors import UsageError
 from regard.fast.cpu import Prepared
 from regard.fast.cpu.join import SteadyLatent
 from regard.fast.specialise import Replacement, replace, share
 from regard.kernels.linear import Packed, packs
-from regard.layers import FeedForward, LabelHead, LMHead, RMSNorm
+from regard.layers import FeedForward, Gain, LabelHead, LMHead, RMSNorm
 from regard.models import Model
 from regard.models.embedding import PatchEmbedding, TokenEmbedding
 from regard.models.recurrent import Recurrence
@@ -302,8 +303,9 @@ TABLE: dict[type, Replacement] = {
     Bilinear: _steady(SteadyBilinear),
     Recurrence: _steady(SteadyRecurrence),
     nn.Conv2d: _steady(SteadyConvolution),
+    LayerInput: _steady(LayerInput),
 }
 # Parts with weights that need no change.
-TABLES = (TokenEmbedding, PatchEmbedding, PositionVectors, RelativeBias, nn.Embedding)
+TABLES = (TokenEmbedding, PatchEmbedding, PositionVectors, RelativeBias, nn.Embedding, LayerTables)
 # The cells run the weights of an RNNBase.
-STEADY = (*TABLES, RMSNorm, nn.LayerNorm, nn.RNNBase)
+STEADY = (*TABLES, RMSNorm, Gain, nn.LayerNorm, nn.RNNBase)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from regard.attention.multihead import GroupedQueryAttention
-from regard.block import Stack
+from regard.block import LayerTables, Stack
 from regard.config import Amount, settings
-from regard.layers import LabelHead, LMHead, RMSNorm, TokenBatchNorm
+from regard.layers import Gain, LabelHead, LMHead, RMSNorm, TokenBatchNorm
 from regard.models.embedding import PatchEmbedding, TokenEmbedding
 from regard.moe import MixtureOfExperts
 from regard.position import Learned, PositionVectors, RelativeBias
@@ -58,6 +58,12 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
         elif isinstance(part, MixtureOfExperts):
             for weight in (part.gate, part.up, part.down):
                 _matrix(weight, start)
+            if part.gains is not None:
+                nn.init.ones_(part.gains)
+        elif isinstance(part, LayerTables):
+            nn.init.normal_(part.weight, std=start.std)
+        elif isinstance(part, Gain):
+            nn.init.ones_(part.weight)
         elif isinstance(part, (TokenEmbedding, PositionVectors, PatchEmbedding)):
             _tables(part, start)
         elif isinstance(part, LMHead) and part.weight is not None:

@@ -51,6 +51,13 @@ class TransformerConfig:
     max_len: Count | None = None  # the longest input
     kind: str = "transformer"
 
+    def __post_init__(self) -> None:
+        tables = self.tower.per_layer
+        vocab = getattr(self.embedding, "vocab", None)
+        if tables is not None and (vocab is None or tables.vocab < vocab):
+            why = f"tower.per_layer.vocab={tables.vocab}, but the tower reads ids below {vocab}"
+            raise UsageError(f"{why}; give as many rows, or leave per_layer out")
+
     def make(self) -> Transformer:
         return Transformer(self)
 
@@ -100,7 +107,7 @@ class Transformer(Model):
             raise UsageError(f"this model {why}: it cannot run with a cache; leave it out")
         x, pos = embed(self.embedding, ids, lengths, c.max_len, types=types, cache=cache, mask=mask)
         probe = self.probe_of(ids, probe)
-        ctx = Context(pos, mask or c.tower.mask, probe=probe, backend=backend)
+        ctx = Context(pos, mask or c.tower.mask, ids=ids, probe=probe, backend=backend)
         cross = self._crossed(ctx, x, memory, memory_lengths)
         return self.tower(x, ctx, cross, caches=(cache, None))
 
@@ -156,6 +163,8 @@ class EncoderDecoderConfig:
     kind: str = "encoder_decoder"
 
     def __post_init__(self) -> None:
+        if self.encoder.per_layer or self.decoder.per_layer:
+            raise UsageError("per_layer is for a model of one tower")
         if self.encoder.causal or not self.decoder.causal or self.decoder.cross is None:
             raise UsageError("encoder.causal must be false, decoder's true, decoder.cross given")
         if not isinstance(self.target, Tokens):

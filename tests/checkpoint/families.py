@@ -333,7 +333,7 @@ def batch(config: Any, seed: int = 1) -> dict[str, Tensor]:
     lengths = torch.tensor([11, 4, 7])
     if not config.is_encoder_decoder:
         # RoBERTa counts positions by the padding id, a decoder's label is read before it
-        if config.pad_token_id is not None:
+        if getattr(config, "pad_token_id", None) is not None:
             words = torch.where(real(lengths, 11), words, config.pad_token_id)
         return {"ids": words, "lengths": lengths}
     source = torch.randint(3, 43, (3, 9), generator=g)

@@ -9,11 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from regard.attention import DSA, GQA, MLA, Attention, Context, DeltaRule
-from regard.block import Tower
+from regard.block import PerLayer, Tower
 from regard.layers import LM, MLP, Norm
 from regard.mask import Causal, Mask, Span
 from regard.models import Tokens, Transformer, TransformerConfig
-from regard.position import Alibi, LongRope, Rope, Sinusoidal, T5Bias, Temperature
+from regard.position import (
+    Alibi,
+    LongRope,
+    Proportional,
+    Rope,
+    Sinusoidal,
+    T5Bias,
+    Temperature,
+)
 
 DIM, VOCAB = 24, 19
 TIGHT = {
@@ -23,6 +31,7 @@ TIGHT = {
 
 _LATENT = MLA(heads=3, latent=10, head_dim=6, rope_dim=4, rope=Rope(layout="interleaved"))
 _GROUPED = GQA(heads=6, kv_heads=2, head_dim=8, rope=Rope())
+_SOME = Rope(scaling=Proportional(share=0.4, factor=1.5))
 _LONG = LongRope(short=(1.0, 1.5), long=(2.0, 3.0), original_len=64, factor=4.0)
 
 MECHANISMS: dict[str, Attention] = {
@@ -43,6 +52,7 @@ MECHANISMS: dict[str, Attention] = {
     "clip": GQA(heads=4, kv_heads=2, head_dim=6, rope=Rope(), clip=0.8),
     "chunk": GQA(heads=6, kv_heads=3, head_dim=4, rope=Rope(), chunk=4),
     "temperature": GQA(heads=3, head_dim=6, rope=Rope(), temperature=Temperature(3, 0.6, 1)),
+    "value_is_key": GQA(4, 2, head_dim=6, value_is_key=True, qk_norm=1e-6, v_norm=1e-6, rope=_SOME),
     "longrope": GQA(heads=3, head_dim=8, rope=Rope(partial=0.5, scaling=_LONG, wide=True)),
     "mla": _LATENT,
     "mla_query_latent": MLA(3, latent=10, head_dim=6, rope_dim=4, query_latent=7, rope=Rope()),
@@ -81,6 +91,8 @@ TOWERS: dict[str, dict] = {name: {"attention": a} for name, a in MECHANISMS.item
     },
     "delta_gqa": {"attention": (MECHANISMS["delta_grouped"], MECHANISMS["gqa_rope"])},
     "one_block": {"attention": MECHANISMS["gqa_rope"], "blocks": (0, 0)},
+    "borrowing": {"attention": _GROUPED, "borrowing": 1},
+    "per_layer": {"attention": _GROUPED, "per_layer": PerLayer(5, VOCAB)},
     "no_first_norm": {"attention": MECHANISMS["mha"], "first_norm": False},
     "norms_plus_one": {"attention": _GROUPED, "norm": Norm(1e-6, rms=True, plus_one=True)},
     "norms_no_bias": {"attention": _GROUPED, "norm": Norm(biased=False), "order": "sandwich"},

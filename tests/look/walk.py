@@ -109,7 +109,7 @@ def changed_constant(model: Any, patch: pytest.MonkeyPatch) -> tuple[str, ...]:
         cell = next(m for m in model.modules() if isinstance(m, nn.RNNBase))
         cell.weight_hh_l0 *= 1.01
         return ("states",)
-    norm = block.norm3 or block.ffn.add.norm
+    norm = block.norm3 or block.ffn.add.norm or block.norm1
     norm.eps += 1e-3
     return END
 

@@ -22,6 +22,7 @@ from regard.checkpoint.families.common import (
     sizes,
     sliding,
 )
+from regard.checkpoint.multimodal import Multimodal
 from regard.checkpoint.rules import ABSENT, ACTIVATIONS, Data, Group, Key, Keys, fixed, get, put
 from regard.checkpoint.tensors import To
 from regard.layers import LM, Norm
@@ -330,7 +331,7 @@ def _two_gains(theirs: Data) -> Data:
 # the length any more; here long_factor holds there, as in the code that Microsoft publishes with the weights.
 PHIMOE = llama_like(
     "phimoe", decoder_heads("Phimoe", tags=False), replace(ROTARY, rope=Rope(1e6)), MoE(2, 2, 1, mixer=0.01),
-    tower=dict(norm=Norm()),
+    tower=dict(norm=Norm()), last_norm="norm.*",
     keys=dict(
         rms_norm_eps=NORM_EPS, num_key_value_heads=EIGHT_KV, attention_bias=BIASED,
         lm_head_bias=Key("head.bias", False), sliding_window=Key("tower.attention.window", None),
@@ -522,3 +523,4 @@ LLAMA4 = llama_like(
     },
     presets={"llama-4-scout": sizes(202048, 5120, 48, 40, 8192, 10485760, rope_parameters=_SCOUT_ROPE)},
 )  # fmt: skip
+LLAMA4_PICTURES = Multimodal("llama4", "llama4_text")

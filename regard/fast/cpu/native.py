@@ -57,6 +57,9 @@ class Native(Join):
         parts = [part for block in new.blocks for part in (block.attention, block.cross)]
         if not all(part is None or isinstance(part, _Native) for part in parts):
             return new
+        # Without padding tokens would no longer lie where their own vectors do.
+        if new.tables is not None:
+            return new
         recorded = isinstance(new.norm, NativeNorm | None) and all(map(_recorded, new.blocks))
         if module.relative is not None or not recorded:
             return share(self.kind(PackedStack), new)
@@ -87,6 +90,8 @@ def _recorded(block: nn.Module) -> bool:
     if not isinstance(block, Block) or type(block).around is not Block.around:
         return False
     if ORDERS[block.order].around not in (before, after):
+        return False
+    if block.input is not None or block.gain is not None:
         return False
     norms = (block.norm1, block.norm2, block.norm3)
     if not all(isinstance(norm, NativeNorm | None) for norm in norms):

@@ -59,9 +59,11 @@ def why_not(model: Model) -> str:
         return "its attention to the source keeps other shapes than that to the text"
     if tower.cross and (tower.cross.kind != "gqa" or tower.cross.gated):
         return "its attention to the source has latents, or a gate"
+    if tower.per_layer is not None or tower.borrowing:
+        return "its layers read keys of others, or tables of their own"
     if c.head is None or c.head.kind != "lm":
         return "it has no language-model head"
-    if position is not None and position.kind == "learned" and position.skip is not None:
+    if position is not None and getattr(position, "skip", None) is not None:
         return "its positions skip tokens"
     if any(isinstance(m, LowRank | Int4Linear) for m in model.modules()):
         return "its linear layers are packed, or have adapters: merge them first"
@@ -127,8 +129,9 @@ class Cuda(Specialise):
     def block(self, m: Block) -> nn.Module:
         # These leave sums and norms to who reads them; any other order runs over tensors.
         around = ORDERS[m.order].around
-        if around not in (before, after) or not m.residual:
-            why = f"its order is {m.order}" if m.residual else "it has no residual"
+        why = "" if around in (before, after) else f"its order is {m.order}"
+        why = why if m.residual else "it has no residual"
+        if why := why or ("what it gives is scaled" if m.gain is not None else ""):
             return self.over_tensors(m, why)
         names = ("norm1", "norm3") if m.cross is None else ("norm1", "norm2", "norm3")
         parts: dict[str, nn.Module] = {n: LeftNorm(getattr(m, n), around is after) for n in names}
@@ -175,7 +178,7 @@ class Cuda(Specialise):
         return new
 
     def experts(self, m: MixtureOfExperts) -> nn.Module:
-        if why := unlike(m, FeedForward):
+        if why := unlike(m, FeedForward, nn.ModuleDict):
             return self.generic(m, why)
         new = self.copy_as(GraphExperts, m)
         biases = None
@@ -185,6 +188,7 @@ class Cuda(Specialise):
         new.all = Experts(m.gate, m.up, m.down, biases, act, limit)
         new.fast = self.kernels
         why = "" if m.config.groups == 1 else "its router, as it chooses among groups"
+        why = "its router, as it has gains" if m.config.gains else why
         new.note = self.note(m.gate, why if suits(m.gate[0], new.all) else "experts of this size")
         return new
 

@@ -59,6 +59,7 @@ CASES: list[Case] = [
     case("minimax-m2-partial", "MiniMaxM2ForCausalLM", KV, head_dim=8, num_local_experts=3, num_experts_per_tok=1,
          rms_norm_eps=1e-3, tie_word_embeddings=True, hidden_act="gelu",
          rope_parameters=dict(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5)),
+    case("minimax-m2-body", "MiniMaxM2Model", KV, head_dim=6, num_local_experts=3, num_experts_per_tok=2),
     case("phimoe", "PhimoeForCausalLM", KV, num_local_experts=5),
     case("phimoe-long", "PhimoeForCausalLM", BASE, rope("longrope", short_factor=[1.0, 1.3, 1.1, 2.0],
          long_factor=[2.0, 3.0, 2.0, 4.0], short_mscale=1.2, long_mscale=1.2, original_max_position_embeddings=40),
