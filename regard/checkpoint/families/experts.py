@@ -13,11 +13,13 @@ from regard.checkpoint.families.common import (
     EIGHT_KV,
     EXPERTS,
     GATED,
+    MIXTRAL_EXPERTS,
     NORM_EPS,
     NORMS,
     ROTARY,
     SWIGLU,
     decoder_heads,
+    experts_by_step,
     llama_like,
     sizes,
     sliding,
@@ -30,24 +32,6 @@ from regard.moe import MoE
 from regard.position import Rope, Temperature
 
 # --- Qwen ---------------------------------------------------------------------------------------------------------
-
-
-def _by_step(key: str, default: int) -> Group:
-    """Experts in every decoder_sparse_step-th layer but those of mlp_only_layers, where there are any: `key` says how
-    many, `default` what it means where it is missing."""
-
-    def sparse(theirs: Data, layer: int) -> bool:
-        dense = theirs.get("mlp_only_layers") or []
-        step = theirs.get("decoder_sparse_step", 1)
-        return theirs.get(key, default) > 0 and layer not in dense and (layer + 1) % step == 0
-
-    def write(kinds: list[str], _: Any, theirs: Data, said: bool) -> None:
-        if not said:
-            theirs["decoder_sparse_step"] = 1
-            theirs["mlp_only_layers"] = [i for i, kind in enumerate(kinds) if kind == "dense"]
-
-    more = ["mlp_only_layers", "decoder_sparse_step"]
-    return rules.by_layer("ffn", "", ("dense", "sparse"), sparse, rules.is_moe, more, write)
 
 
 def _read_window(theirs: Data, ours: Data) -> None:
@@ -76,7 +60,7 @@ QWEN3_MOE = llama_like(
         intermediate_size=Key("tower.ffn.0.ffn_dim", 6144),
         moe_intermediate_size=Key("tower.ffn.1.ffn_dim", 768),
         num_local_experts=Key("tower.ffn.1.experts", 128), num_experts_per_tok=Key("tower.ffn.1.active", 8),
-        mlp_only_layers=_by_step("num_local_experts", 128),
+        mlp_only_layers=experts_by_step("num_local_experts", 128),
     ),
     inert=f"{_ROUTER_LOSS} max_window_layers", aliases=dict(num_experts="num_local_experts"),
     layer={**NORMS, **ATTENTION, **GATED, **EXPERTS},
@@ -104,7 +88,7 @@ QWEN2_MOE = llama_like(
         moe_intermediate_size=Key("tower.ffn.1.ffn_dim", 1408),
         shared_expert_intermediate_size=Key("tower.ffn.1.shared_dim", 5632),
         num_experts=Key("tower.ffn.1.experts", 60), num_experts_per_tok=Key("tower.ffn.1.active", 4),
-        mlp_only_layers=_by_step("num_experts", 60),
+        mlp_only_layers=experts_by_step("num_experts", 60),
     ),
     inert=_ROUTER_LOSS,
     layer={
@@ -244,11 +228,6 @@ GLM4_MOE = llama_like(
 
 # --- as Mixtral stores them: MiniMax M2 and Phi-3.5-MoE -------------------------------------------------------------
 
-_MIXTRAL_EXPERTS = {
-    "block_sparse_moe.gate.weight": "ffn.router.weight",
-    "block_sparse_moe.experts.{e}.{w1,w2,w3}.weight": To("ffn.{gate,down,up}", tensors.STACKED),
-}
-
 
 def _reworded(
     rope: Group, plain: Callable[[Data], Data], back: Callable[[Data], Data], more: str = ""
@@ -292,7 +271,7 @@ MINIMAX_M2 = llama_like(
     ),
     inert=f"{_ROUTER_LOSS} router_jitter_noise", aliases=dict(num_experts="num_local_experts"),
     layer={
-        **NORMS, **ATTENTION, **_MIXTRAL_EXPERTS, "block_sparse_moe.e_score_correction_bias": "ffn.correction",
+        **NORMS, **ATTENTION, **MIXTRAL_EXPERTS, "block_sparse_moe.e_score_correction_bias": "ffn.correction",
     },
     presets={"minimax-m2": sizes(200064, 3072, 62, 48, 1536, 196608, partial_rotary_factor=0.5)},
 )  # fmt: skip
@@ -343,7 +322,7 @@ PHIMOE = llama_like(
     # As of Mixtral, noise on what experts read in training is not added.
     inert=f"{_ROUTER_LOSS} input_jitter_noise",
     layer={
-        "{input,post_attention}_layernorm.*": "norm{1,3}.*", **ATTENTION, **_MIXTRAL_EXPERTS,
+        "{input,post_attention}_layernorm.*": "norm{1,3}.*", **ATTENTION, **MIXTRAL_EXPERTS,
     },
 )  # fmt: skip
 
