@@ -141,8 +141,8 @@ class PlusOneNorm(nn.LayerNorm):
 
 
 class UnitNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps): an RMSNorm without a weight, the mean in float32 (Llama 4); `centred`: the mean taken
-    from x first, a LayerNorm without a weight (OLMo)."""
+    """x / sqrt(mean(x^2) + eps): an RMSNorm without a weight, the mean in float32 (Llama 4, Gemma 4); `centred`: the
+    mean is taken from x first, as a LayerNorm without a weight does (OLMo)."""
 
     def __init__(self, eps: float, centred: bool = False):
         super().__init__()
@@ -334,9 +334,9 @@ class LM:
     tied: bool = True  # the embedding is the head's matrix
     bias: bool = False  # on the logits
     scaled: bool = False  # hidden times dim^-0.5 first (T5 v1.0)
-    logit_gain: Positive = 1.0  # hidden times it first (Granite)
     trained: bool = True  # the bias; BART and Marian keep theirs as it was loaded
     logit_softcap: Positive | None = None  # logits are c tanh(z / c)
+    logit_gain: Positive = 1.0  # hidden times it first (Granite)
     kind: str = "lm"
 
 

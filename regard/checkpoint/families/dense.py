@@ -299,7 +299,7 @@ def _write_head_norms(ours: Data, theirs: Data) -> None:
 
 
 _COHERE = replace(ROTARY, rope=Rope(layout="interleaved", wide=True))
-_COHERE_KEYS: Keys = dict(
+_COHERE_KEYS: dict[str, rules.ConfigRule | None] = dict(
     rms_norm_eps=None, layer_norm_eps=Key("tower.norm.eps", 1e-5), attention_bias=BIASED, classifier_dropout=None,
     tie_word_embeddings=Key("head.tied", True), logit_scale=Key("head.logit_gain", 0.0625),
 )  # fmt: skip
@@ -330,7 +330,7 @@ _YARN |= dict(mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)
 
 def _temperature(theirs: Data) -> Data | None:
     """In our words."""
-    given = theirs.get("rope_parameters") or theirs.get("rope_scaling") or _YARN
+    given: Data = theirs.get("rope_parameters") or theirs.get("rope_scaling") or _YARN
     length, beta = (
         given.get(k) for k in ("original_max_position_embeddings", "llama_4_scaling_beta")
     )
