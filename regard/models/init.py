@@ -120,7 +120,7 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
     # after the matrices inside them
     for part in model.modules():
         if isinstance(part, Stack) and start.scheme in ("gpt2", "modernbert", "nanochat"):
-            writes = ("wo.weight", "down.weight", "ffn.down")
+            writes: tuple[str, ...] = ("wo.weight", "down.weight", "ffn.down")
             writes = writes[:1] if start.scheme == "nanochat" else writes
             for name, weight in (x for block in part.blocks for x in block.named_parameters()):
                 if name.endswith(writes):

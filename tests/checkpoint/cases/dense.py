@@ -8,6 +8,7 @@ _SLIDE, _FULL = "sliding_attention", "full_attention"
 # transformers' fused attention forgets the cap on scores.
 _GEMMA2 = dict(KV, head_dim=6, sliding_window=4, attn_implementation="eager")
 _IDS = dict(pad_token_id=0, eos_token_id=2)
+_MINISTRAL = dict(KV, head_dim=8, pad_token_id=0)
 _GLM = dict(BASE, **_IDS, num_key_value_heads=1, head_dim=8)
 
 CASES: list[Case] = [
@@ -74,11 +75,11 @@ CASES: list[Case] = [
     case("cohere2", "Cohere2ForCausalLM", BASE, num_hidden_layers=4, num_key_value_heads=1, sliding_window=4),
     case("cohere2-types", "Cohere2ForCausalLM", KV, YARN, layer_types=[_SLIDE, _FULL], sliding_window=3,
          logit_scale=1.5, tie_word_embeddings=False, attention_bias=True),
-    case("ministral3", "Ministral3ForCausalLM", KV, head_dim=8, rope_parameters=dict(
+    case("ministral3", "Ministral3ForCausalLM", _MINISTRAL, rope_parameters=dict(
          YARN_SCALED["rope_parameters"], original_max_position_embeddings=3, llama_4_scaling_beta=0.6)),
-    case("ministral3-answers", "Ministral3ForQuestionAnswering", KV, head_dim=8),
+    case("ministral3-answers", "Ministral3ForQuestionAnswering", _MINISTRAL),
     case("ministral3-default", "Ministral3ForCausalLM", BASE, num_key_value_heads=1, head_dim=6,
-         sliding_window=4, tie_word_embeddings=True),
+         sliding_window=4, tie_word_embeddings=True, pad_token_id=0),
 ]  # fmt: skip
 ODD: Settings = {}
 KEPT: list[str] = ["gemma2", "smollm3-window"]
