@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.attention import Attention, Context, CrossAttention
+from regard.attention.protocol import Mechanism
 from regard.cache import CacheSpec
 from regard.config import Choice, Count, Excludes, Fraction, Kinds, Whole, settings
 from regard.errors import UsageError
@@ -91,6 +92,7 @@ class Tower:
     final_norm: bool = True  # one more at the end (pre)
     causal: bool = True  # a token sees those before it alone
     relative: Relative | None = None  # a bias on scores by distance
+    relative_shared: bool = True  # False: each layer has a bias of its own (UMT5)
     dropout: Fraction = 0.0  # on what each part adds, in training
     attention_dropped: bool = True  # False: only on what feed-forwards add (DistilBERT)
     ffn_dropped: bool = True  # False: only on what attention adds (ALBERT, ModernBERT)
@@ -183,7 +185,7 @@ def _at(ctx: Context, cache: Any, layer: int, site: str) -> Context:
 
 
 class Stack(nn.Module):
-    """The blocks of a tower, its shared relative bias and its last norm. (b t m) -> (b t m)."""
+    """The blocks of a tower, its relative bias and its last norm. (b t m) -> (b t m)."""
 
     def __init__(self, config: Tower):
         super().__init__()
@@ -195,7 +197,14 @@ class Stack(nn.Module):
         )
         if not c.first_norm:
             blocks[0].norm1 = None
-        self.relative = c.relative.make() if c.relative else None
+        first: dict[Any, Mechanism] = {}
+        for block in blocks.values():
+            block.attention.join(first.setdefault(block.attention.config, block.attention))
+        self.relative: nn.Module | None = None
+        if c.relative is not None and c.relative_shared:
+            self.relative = c.relative.make()
+        elif c.relative is not None:
+            self.relative = nn.ModuleList(c.relative.make() for _ in range(c.layers))
         self.norm = c.norm.make(c.dim) if c.final_norm else None
         self.dropout = nn.Dropout(c.dropout if c.end_dropped else 0.0)
 
@@ -218,6 +227,8 @@ class Stack(nn.Module):
             if drop and self.training and drop > torch.rand([]):
                 continue
             self_ctx = _at(ctx, self_cache, i, f"{ctx.site}{i}.self")
+            if isinstance(self.relative, nn.ModuleList):
+                self_ctx.relative = self.relative[i]
             cross_ctx = cross and _at(cross, cross_cache, i, f"{ctx.site}{i}.cross")
             x = block(x, self_ctx, cross_ctx)
         return self.dropout(x if self.norm is None else self.norm(x))

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from regard.attention.core import BACKENDS, Terms, attend, check_backend, softmax, weights
 from regard.attention.delta import DeltaRule
+from regard.attention.disentangled import Disentangled
 from regard.attention.latent import MLA
 from regard.attention.multihead import GQA
 from regard.attention.online import online
@@ -19,7 +20,13 @@ from regard.config import Kinds
 
 BACKENDS |= {"online": online, "ordered": ordered}
 Mechanisms = dict[str, type[MechanismConfig]]
-ATTENTION: Mechanisms = {"gqa": GQA, "mla": MLA, "dsa": DSA, "delta": DeltaRule}
+ATTENTION: Mechanisms = {
+    "gqa": GQA,
+    "mla": MLA,
+    "dsa": DSA,
+    "delta": DeltaRule,
+    "disentangled": Disentangled,
+}
 CROSS: Mechanisms = {"gqa": GQA, "mla": MLA}
 
 # As fields of configs name them.
@@ -28,5 +35,5 @@ CrossAttention = Annotated[MechanismConfig, Kinds(CROSS)]
 
 __all__ = [
     "ATTENTION", "BACKENDS", "CROSS", "DSA", "GQA", "MLA", "Attention", "Context", "CrossAttention", "DeltaRule",
-    "Terms", "attend", "check_backend", "softmax", "weights",
+    "Disentangled", "Terms", "attend", "check_backend", "softmax", "weights",
 ]  # fmt: skip

@@ -81,7 +81,7 @@ class Context:
         if self.relative is None:
             return None
         relative = self.relative
-        return self.bound("bias", k_pos, lambda: relative(self.pos.index, k_pos.index))
+        return self.bound(("bias", relative), k_pos, lambda: relative(self.pos.index, k_pos.index))
 
     def bound(self, key: Any, k_pos: Span, make: Callable[[], Any]) -> Any:
         """What `make` gives for these very keys, made once a call for all layers that read them."""
@@ -175,6 +175,10 @@ class Mechanism(Renamed, nn.Module):
     def project_out(self, o: Tensor, residual: Tensor | None = None) -> Tensor:
         """Output projection, and what a block adds to its stream."""
         return self.add(self.wo(o.flatten(2)), residual)
+
+    def join(self, first: Mechanism) -> None:
+        """Shares with the first layer of a tower, which has the same config, the weights that all of them have in
+        common, where a mechanism has such."""
 
     def cache_spec(self) -> CacheSpec:
         raise NotImplementedError

@@ -517,15 +517,15 @@ def _write_labels(ours: Data, theirs: Data) -> None:
     theirs["label2id"] = {f"LABEL_{i}": i for i in range(labels)}
 
 
-def head_dropout(**keys: tuple[str, str | float]) -> Group:
+def head_dropout(missing: float = 0.1, /, **keys: tuple[str, str | float]) -> Group:
     """The dropout of a head, by its kind: its key, and what a missing or null one means: a number, or the value of
-    another key, which is 0.1 where it is missing too. Kinds that are not named have none."""
+    another key, which is `missing` where it is missing too. Kinds that are not named have none."""
 
     def of(theirs: Data, kind: Any) -> float:
         name, default = keys[kind]
         if theirs.get(name) is not None:
             return theirs[name]
-        return theirs.get(default, 0.1) if isinstance(default, str) else default
+        return theirs.get(default, missing) if isinstance(default, str) else default
 
     def read(theirs: Data, ours: Data) -> None:
         if get(ours, "head.kind") in keys:
@@ -588,7 +588,8 @@ class Family:
     # and written back.
     derived: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
-    # Parts of names that transformers' modules have now, where weights are still stored by the old.
+    # Parts of names that transformers' modules have now, where weights are still stored by the old; {a,b} where
+    # several are stored in one.
     modules: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property

@@ -27,6 +27,9 @@ class Tokens:
     norm: Norm | None = None  # of the sum
     dropout: Fraction = 0.0  # of the sum, in training
     width: Count | None = None  # of the table, where it is not the tower's
+    dropped_id: Whole | None = (
+        None  # id of a mask whose tokens count as dropped (ESM): see `spread`
+    )
     kind: str = "tokens"
 
     def make(self, dim: int) -> TokenEmbedding:
@@ -58,12 +61,26 @@ class TokenEmbedding(nn.Module):
     def forward(self, ids: Tensor, pos: Span, types: Tensor | None = None) -> Tensor:
         x = F.embedding(ids, self.weight)
         x = x * self.scale if self.scale != 1.0 else x
+        if self.config.dropped_id is not None:
+            x = self.spread(x, ids, pos)
         if self.types is not None:
             x = x + (self.types[0] if types is None else F.embedding(types, self.types))
         if self.position is not None:
             x = x + self.position(pos.absolute, ids).to(x.dtype)
         x = self.dropout(x if self.norm is None else self.norm(x))
         return x if self.project is None else self.project(x)
+
+    def spread(self, x: Tensor, ids: Tensor, pos: Span) -> Tensor:
+        """Masked tokens are 0, and all others are multiplied by the share that was left in ESM's training (0.88), over
+        that which is left in their text: as dropout does it."""
+        places = pos.absolute.expand(ids.shape)
+        masked = (ids == self.config.dropped_id) & (places >= 0)
+        # Packed documents, which begin at 0 each, are texts of their own.
+        text = (places == 0).long().cumsum(-1)
+        none = torch.zeros(len(ids), ids.shape[1] + 1, device=ids.device)
+        gone, real = (none.scatter_add(1, text, m.float()) for m in (masked, places >= 0))
+        share = (1 - gone / real.clamp(min=1)).gather(1, text)[..., None]  # b t 1
+        return (x * torch.where(masked[..., None], 0, 0.88 / share)).to(x.dtype)
 
 
 @settings

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from regard.checkpoint.families import FAMILIES
 from regard.checkpoint.rules import Family
+from regard.layers import Tag
 from tests.checkpoint import cases
 from tests.checkpoint.cases import (
     ALBERT,
@@ -366,6 +367,8 @@ def theirs(model: Any, given: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]
         answer = out.prediction_logits
     else:
         answer = out.logits if hasattr(out, "logits") else out.last_hidden_state
+    if isinstance(HEADS[type(model).__name__], Tag) and answer.dim() == 2:
+        answer = answer[..., None]  # ELECTRA's one label
     return answer, getattr(out, "pooler_output", None)
 
 
@@ -395,4 +398,11 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         found |= load_file(file)
-    return found
+    return {written(name): x for name, x in found.items()}
+
+
+def written(name: str) -> str:
+    """Norms of ESM are stored by TensorFlow's words, which transformers reads as those of today; we write these."""
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace(
+        "LayerNorm.beta", "LayerNorm.bias"
+    )

@@ -30,11 +30,29 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from regard.checkpoint.families import encoders, gpt, hybrid, images, latent, llama, seq2seq
+from regard.checkpoint.families import (
+    encoders,
+    gpt,
+    hybrid,
+    images,
+    latent,
+    llama,
+    rotary_encoders,
+    seq2seq,
+)
 from regard.checkpoint.rules import Family
 
 # `save` tries them in this order for a model that came from no folder.
-_FILES: tuple[ModuleType, ...] = (gpt, llama, latent, hybrid, encoders, images, seq2seq)
+_FILES: tuple[ModuleType, ...] = (
+    gpt,
+    llama,
+    latent,
+    hybrid,
+    encoders,
+    rotary_encoders,
+    images,
+    seq2seq,
+)
 FAMILIES: dict[str, Family] = {
     family.name: family
     for file in _FILES
