@@ -26,31 +26,50 @@ def layer(config: DeltaRule = CONFIG) -> GatedDeltaRule:
     return stir(config.make(DIM))
 
 
-def inputs(t: int, b: int = 2, h: int = 3, d: int = 5, e: int = 4) -> list[Tensor]:
-    """q, k, v, g, beta and a state, as a layer makes them."""
+def inputs(
+    t: int, b: int = 2, h: int = 3, d: int = 5, e: int = 4, each: bool = False
+) -> list[Tensor]:
+    """q, k, v, g, beta and a state, as a layer makes them; `each`: a decay for each channel, strong ones too."""
     q, k = (torch.nn.functional.normalize(torch.randn(b, t, h, d).double(), dim=-1) for _ in "qk")
     v, s = torch.randn(b, t, h, e).double(), torch.randn(b, h, d, e).double()
-    g = -torch.nn.functional.softplus(torch.randn(b, t, h).double())
+    g = -torch.nn.functional.softplus(torch.randn(b, t, h, *[d] * each).double())
+    g = g * torch.tensor([1.0, 40.0, 0.01, 3.0, 900.0])[:d] if each else g
     return [q, k, v, g, torch.rand(b, t, h).double(), s]
 
 
 # --- the two forms ------------------------------------------------------------------------------------------------
 
 
+# A decay for each head or for each channel; writing with and without a correction.
+kinds = pytest.mark.parametrize("each", [False, True])
+rules = pytest.mark.parametrize("corrects", [True, False])
+
+
 @pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 129, 150])
-def test_chunked_form_equals_the_recurrent_one(size: int) -> None:
-    given = inputs(size)
-    o, s, _ = chunked(*given)
-    close((o, s), recurrent(*given))
+@kinds
+@rules
+def test_chunked_form_equals_the_recurrent_one(size: int, each: bool, corrects: bool) -> None:
+    given = inputs(size, each=each)
+    o, s, _ = chunked(*given, corrects=corrects)
+    close((o, s), recurrent(*given, corrects=corrects))
+
+
+@kinds
+def test_decay_that_all_channels_share_is_that_of_the_head(each: bool) -> None:
+    q, k, v, g, beta, s = inputs(70)
+    form = chunked if each else recurrent
+    close(form(q, k, v, g[..., None].expand_as(q), beta, s)[:2], recurrent(q, k, v, g, beta, s))
 
 
 @pytest.mark.parametrize("size", [5, 67])
-def test_gradients_of_both_forms_are_equal(size: int) -> None:
-    given = [x.requires_grad_() for x in inputs(size)]
+@kinds
+@rules
+def test_gradients_of_both_forms_are_equal(size: int, each: bool, corrects: bool) -> None:
+    given = [x.requires_grad_() for x in inputs(size, each=each)]
     weight = torch.randn(2, size, 3, 4).double()
     both = []
     for form in (chunked, recurrent):
-        o, s = form(*given)[:2]
+        o, s = form(*given, corrects=corrects)[:2]
         both.append(torch.autograd.grad((o * weight).sum() + s.square().sum(), given))
     close(*both)
 
@@ -68,8 +87,9 @@ def test_inverse_by_blocks_solves_as_a_solver_does(size: int, like: float) -> No
 
 
 @pytest.mark.parametrize("size", [9, 150])
-def test_fresh_documents_forget_the_state_in_both_forms(size: int) -> None:
-    given, fresh = inputs(size), torch.rand(2, size) < 0.1
+@kinds
+def test_fresh_documents_forget_the_state_in_both_forms(size: int, each: bool) -> None:
+    given, fresh = inputs(size, each=each), torch.rand(2, size) < 0.1
     fresh[0, 4], fresh[1] = True, False
     o, s, _ = chunked(*given, fresh)
     close((o, s), recurrent(*given, fresh))

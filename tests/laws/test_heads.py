@@ -161,7 +161,7 @@ def test_per_token_sum_equals_matrix_form() -> None:
 
 
 # DSA is left out: its ties go to the earliest position, so order matters there
-APART = ("dsa", "delta", "disentangled")
+APART = ("dsa", "delta", "ssd", "disentangled")
 BLIND = [n for n, c in MECHANISMS.items() if c.rope is None and c.kind not in APART]
 AWARE = [n for n, c in MECHANISMS.items() if c.rope is not None or c.kind == "disentangled"]
 

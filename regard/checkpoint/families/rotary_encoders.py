@@ -143,6 +143,12 @@ ESM = replace(
 
 # --- NomicBERT and EuroBERT ---------------------------------------------------------------------------------------
 
+
+def _as_blocks(theirs: Data) -> float:
+    """The dropout of the blocks."""
+    return theirs.get("hidden_dropout_prob") or 0.0
+
+
 _DEEP_TANH = {"nomic_bert.pooler.dense.*": "head.dense.*", "classifier.*": "head.out.*"}
 NOMIC_BERT = replace(
     BERT, name="nomic_bert", base="nomic_bert.",
@@ -162,7 +168,7 @@ NOMIC_BERT = replace(
         hidden_dropout_prob=Key("tower.dropout embedding.dropout", 0.0),
         attention_probs_dropout_prob=Key("tower.attention.dropout", 0.0),
         classifier_dropout=rules.head_dropout(
-            0.0, **dict.fromkeys(("classify", "tag"), ("classifier_dropout", "hidden_dropout_prob")),
+            **dict.fromkeys(("classify", "tag"), ("classifier_dropout", _as_blocks)),
         ),
         tie_word_embeddings=Key("head.tied", True, quiet=True),
         # Words of the code that came with its first folders.
