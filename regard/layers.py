@@ -342,7 +342,7 @@ class LM:
 
 @settings
 class MLM:
-    """Masked language model: norm(act(W h)), then the vocabulary with a bias (BERT)."""
+    """Masked language model: norm(act(W h)), or h if not `transformed`, then the vocabulary with a bias (BERT)."""
 
     tied: bool = True  # the embedding is the head's matrix
     activation: str = "gelu"  # after the dense layer
@@ -350,6 +350,7 @@ class MLM:
     norm_bias: bool = True  # of that norm
     dense_bias: bool = True  # of the dense layer
     vocab_bias: bool = True  # on the logits
+    transformed: bool = True  # False: the vocabulary reads hidden states as they are (EuroBERT)
     kind: str = "mlm"
 
 
@@ -360,18 +361,21 @@ DenseNorm = Annotated[Norm, Needs("dense", such="gelu")]
 class Classify:
     """One label for the whole: out(act(dense h)) of one token, or out(h) without `dense`. An encoder is read at its
     first token, as the mean of all, or as "both": the first token beside the mean of the others (DINOv2); a causal
-    tower at its last real one, which alone has seen all. `distilled`: the mean of that and of a second `out` on the
-    second token, which learned from a teacher (DeiT)."""
+    tower at its last real one, which alone has seen all; "each": every token is labelled, and the mean of that counts
+    (EuroBERT). `distilled`: the mean of that and of a second `out` on the second token, which learned from a teacher
+    (DeiT)."""
 
     labels: Count  # classes
     dense: str | None = "tanh"  # activation of a layer before `out`; none: no such layer
-    token: Annotated[str, Choice(("first", "last", "mean", "both"))] = "first"  # which one is read
+    # which one is read
+    token: Annotated[str, Choice(("first", "last", "mean", "both", "each"))] = "first"
     bias: bool = True  # of `out`
     distilled: bool = False  # a second `out` (DeiT)
     dropout: Fraction | None = None  # before `out`; None as for MLP
     dropped_twice: bool = False  # `dropout` before `dense` too (RoBERTa)
     dense_bias: bool = True  # of the layer before `out`
     norm: DenseNorm | None = None  # after `dense` (ModernBERT)
+    dense_dropout: Fraction = 0.0  # before `dense` (DeBERTa)
     kind: str = "classify"
 
     def __post_init__(self) -> None:
@@ -432,12 +436,16 @@ class LMHead(nn.Module):
         super().__init__()
         c, width = config, width or dim
         self.config = c
-        if width != dim and not isinstance(c, MLM):
-            why = f"embedding.width={width} is not dim={dim}: an LM head has no layer between them"
+        if width != dim and not (isinstance(c, MLM) and c.transformed):
+            why = f"embedding.width={width} is not dim={dim}: this head has no layer between them"
             raise UsageError(f"{why}; leave embedding.width out, or choose an MLM head")
-        self.dense = nn.Linear(dim, width, bias=c.dense_bias) if isinstance(c, MLM) else None
-        self.act = activation(c.activation) if isinstance(c, MLM) else None
-        self.norm = Norm(c.norm_eps, biased=c.norm_bias).make(width) if isinstance(c, MLM) else None
+        self.dense, self.act, self.norm = None, None, None
+        if isinstance(c, MLM) and c.transformed:
+            self.dense, self.act = (
+                nn.Linear(dim, width, bias=c.dense_bias),
+                activation(c.activation),
+            )
+            self.norm = Norm(c.norm_eps, biased=c.norm_bias).make(width)
         self.weight = None if c.tied else nn.Parameter(torch.empty(vocab, width))
         if self.weight is not None:
             nn.init.normal_(self.weight, std=0.02)
@@ -493,9 +501,10 @@ class LabelHead(nn.Module):
             token = self.config.token
             if token == "both":
                 h = torch.cat([h[:, 0], h[:, 1:].mean(1)], -1)
-            else:
+            elif token != "each":
                 h = h.mean(1) if token == "mean" else h[:, 0 if token == "first" else -1]
             h = self.dropout(h) if self.config.dropped_twice else h
+            h = F.dropout(h, self.config.dense_dropout, self.training)
         if self.dense is not None and self.act is not None:
             h = self.act(self.dense(h))
         h = h if self.norm is None else self.norm(h)

@@ -675,7 +675,8 @@ class Family:
     carried: tuple[str, ...] = ()
     # Other spellings in stored names, as patterns -> those that are written.
     spellings: Mapping[str, str] = field(default_factory=dict)
-    # Parts of names that transformers' modules have now, where weights are still stored by the old.
+    # Parts of names that transformers' modules have now, where weights are still stored by the old; {a,b} where
+    # several are stored in one.
     modules: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property

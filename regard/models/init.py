@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.attention.compressed import CompressedAttention, Compressor, GroupedLinear
+from regard.attention.disentangled import DistanceVectors
 from regard.attention.multihead import GroupedQueryAttention
 from regard.block import LayerTables, Mix, Stack
 from regard.config import Amount, settings
@@ -96,15 +97,16 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
             nn.init.zeros_(part.sinks)
         elif isinstance(part, Gain):
             nn.init.ones_(part.weight)
-        elif isinstance(part, (TokenEmbedding, PositionVectors, PatchEmbedding)):
+        elif isinstance(part, (TokenEmbedding, PositionVectors, DistanceVectors, PatchEmbedding)):
             _tables(part, start)
         elif isinstance(part, LMHead) and part.weight is not None:
             wide = start.scheme == "uniform"
             nn.init.normal_(part.weight, std=part.weight.shape[1] ** -0.5 if wide else start.std)
-        elif isinstance(part, Stack) and isinstance(part.relative, RelativeBias):
+        elif isinstance(part, Stack) and part.relative is not None:
             inputs = part.config.dim if start.scheme == "t5" else 1
-            for weight in part.relative.parameters():
-                nn.init.normal_(weight, std=start.std / inputs**0.5)
+            for bias in part.relative.modules():
+                for weight in bias.parameters() if isinstance(bias, RelativeBias) else ():
+                    nn.init.normal_(weight, std=start.std / inputs**0.5)
         if (
             isinstance(part, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.LayerNorm))
             and part.bias is not None
@@ -212,7 +214,9 @@ def _matrix(weight: Tensor, start: Start) -> None:
         nn.init.normal_(weight, std=start.std / (inputs**0.5 if start.scheme == "t5" else 1))
 
 
-def _tables(part: TokenEmbedding | PositionVectors | PatchEmbedding, start: Start) -> None:
+def _tables(
+    part: TokenEmbedding | PositionVectors | DistanceVectors | PatchEmbedding, start: Start
+) -> None:
     std = 0.02 if start.scheme == "uniform" else start.std
     for name, table in part.named_parameters(recurse=False):
         nn.init.normal_(table, std=std)

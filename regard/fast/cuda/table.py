@@ -99,6 +99,7 @@ class Cuda(Specialise):
     def __init__(self, kernels: bool, relative: nn.Module | None):
         super().__init__()
         self.kernels, self.biased = kernels, relative is not None
+        relative = relative[0] if isinstance(relative, nn.ModuleList) else relative
         # Kernels are given a bias by distance alone.
         ours = relative is None or (type(relative) is RelativeBias and relative.by_distance)
         self.no_distance = "" if ours else f"it has a {type(relative).__name__}"
