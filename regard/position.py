@@ -413,9 +413,13 @@ class T5Bias:
 
 @settings
 class Alibi:
-    """score - slope_h |q - k| (Press et al. 2022): slopes are a geometric series."""
+    """score - scale slope_h |q - k| (Press et al. 2022): slopes are a geometric series. `coarse`, for causal towers:
+    slopes, and what they make of a key's position, are rounded to bfloat16 (Falcon), so that far from the beginning
+    keys in a row have the same bias."""
 
     heads: Count  # a slope for each
+    scale: Positive = 1.0  # of all slopes
+    coarse: bool = False  # rounded to bfloat16
     kind: str = "alibi"
 
     def make(self) -> RelativeBias:
@@ -432,10 +436,21 @@ class RelativeBias(nn.Module):
             self.weight = nn.Parameter(torch.empty(config.buckets, config.heads))
             nn.init.normal_(self.weight, std=0.02)
 
+    @property
+    def by_distance(self) -> bool:
+        """Whether it depends on distance alone."""
+        return not (isinstance(self.config, Alibi) and self.config.coarse)
+
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
         distance = k[:, None, :] - q[:, :, None]  # b t s
         if isinstance(self.config, Alibi):
-            slopes = alibi_slopes(self.config.heads).to(q.device)
+            c = self.config
+            slopes = alibi_slopes(c.heads).to(q.device)
+            if c.coarse:
+                narrow = slopes.bfloat16()[:, None]
+                heights = (narrow * k.clamp(min=0)[:, None]).float()  # b h s
+                return c.scale * (heights[:, :, None] - (narrow.float() * q[:, None])[..., None])
+            slopes = c.scale * slopes
             return -slopes[:, None, None] * distance.abs()[:, None]
         bucket = t5_bucket(distance, self.config)
         return self.weight[bucket].permute(0, 3, 1, 2)

@@ -96,7 +96,9 @@ class Context:
         if self.relative is None:
             return None
         relative = self.relative
-        return self.bound("bias", k_pos, lambda: relative(self.pos.index, k_pos.index))
+        # Of documents in a row each has places of its own.
+        q = self.pos.absolute
+        return self.bound("bias", k_pos, lambda: relative(q, k_pos.absolute))
 
     def bound(self, key: Any, k_pos: Span, make: Callable[[], Any]) -> Any:
         """What `make` gives for these very keys, made once a call for all layers that read them."""

@@ -21,6 +21,8 @@ from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.protocol import Context
 from regard.attention.sparse import Indexer, SparseAttention, to_fp8
+from regard.attention.ssd import StateSpaceDual
+from regard.attention.state import StateMechanism
 from regard.fast.cuda.pages import GraphContext, Pages, pages_of
 from regard.fast.cuda.residual import (
     Product,
@@ -93,7 +95,7 @@ class GraphExperts(MixtureOfExperts):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         c = self.config
-        if c.groups > 1 or c.gains or not (self.fast and ready(x)):
+        if c.groups > 1 or c.gains or c.score == "sqrtsoftplus" or not (self.fast and ready(x)):
             return super().route(x)
         sigmoid = c.score == "sigmoid"
         more: dict[str, Any] = {"normalized": c.normalized, "correction": self.correction}
@@ -351,8 +353,8 @@ class GraphLatent(LatentAttention):
         return added(self.add, self.out, o, residual)
 
 
-class GraphDelta(GatedDeltaRule):
-    """The gated delta rule as it is, its states in the rows' places."""
+class GraphState(StateMechanism):
+    """A mechanism with a state as it is, its states in the rows' places."""
 
     out: Product
     note: str
@@ -372,6 +374,17 @@ class GraphDelta(GatedDeltaRule):
 
     def project_out(self, o: Tensor, residual: Residual = None) -> Any:
         return added(self.add, self.out, o.flatten(1), residual)
+
+
+class GraphDelta(GraphState, GatedDeltaRule):
+    """The gated delta rule."""
+
+
+class GraphDual(GraphState, StateSpaceDual):
+    """The state-space dual, whose norm is over all heads of a token."""
+
+    def weigh(self, o: Tensor, x: Read) -> Tensor:
+        return StateSpaceDual.weigh(self, o[:, None], tensor(x)[:, None])[:, 0]
 
 
 class GraphIndexer(Indexer):
