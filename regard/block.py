@@ -254,6 +254,7 @@ class Tower:
     path_drop: Fraction = 0.0  # share of rows to which a part adds nothing in a step of training
     # what parts add, each feature times a trained number that starts at this (DINOv2)
     layer_scale: Amount | None = None
+    residual_gain: Positive = 1.0  # what each part adds is multiplied by it (Granite)
     # False: a part replaces the stream instead of adding to it, to see what the sum is for
     residual: bool = True
     first_norm: bool = True  # False: the first attention reads the embedding as it is (ModernBERT)
@@ -266,7 +267,6 @@ class Tower:
     streams: Streams | None = None  # several, mixed around each part (DeepSeek-V4)
     # width of what leaves it, by a linear layer without a bias (OPT 350M); default: dim
     out_dim: Count | None = None
-    residual_gain: Positive = 1.0  # what each part adds is multiplied by it (Granite)
     kind: str = "tower"
 
     def __post_init__(self) -> None:

@@ -96,7 +96,7 @@ class MixtureOfExperts(Renamed, nn.Module):
         c = config
         self.config, self.act = c, activation(c.activation)
         self.router = nn.Linear(dim, c.experts, bias=c.bias)
-        self.wide = ("correction", "table", *(["router.weight"] if c.wide_router else []))
+        self.wide = ("correction", "table", *["router.weight"] * c.wide_router)
         zeros = torch.zeros(c.experts)
         self.correction = nn.Parameter(zeros, requires_grad=False) if c.corrected else None
         self.gate = nn.Parameter(torch.empty(c.experts, c.ffn_dim, dim))

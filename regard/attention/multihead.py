@@ -14,6 +14,7 @@ from regard.config import (
     Amount,
     Count,
     Divides,
+    Excludes,
     Fraction,
     Needs,
     Positive,
@@ -27,6 +28,10 @@ from regard.mask import Span, Visible
 from regard.position import Rope, Temperature, turned
 
 EPS = Needs("qk_norm", such="1e-6")
+ALONE = (
+    Excludes("qk_norm_whole", "what is turned is normed head by head"),
+    Excludes("temperature", "a norm takes it away"),
+)
 
 
 @settings
@@ -44,7 +49,6 @@ class GQA:
     value_dim: Count | None = None  # width of a value head; default: head_dim
     rope: Rope | None = None  # rotary positions
     bias: bool = False  # on q, k, v
-    key_bias: bool = True  # on k too, where q and v have one (Whisper: no)
     out_bias: bool = False  # on the output
     qk_norm: Amount | None = None  # eps of an RMS norm on each query and key head
     qk_norm_whole: Annotated[bool, EPS] = False  # on all heads at once (OLMo 2)
@@ -55,12 +59,14 @@ class GQA:
     softcap: Positive | None = None  # scores are c tanh(s / c)
     sinks: bool = False  # one trained score per head for a key without a value
     gated: bool = False  # each head's output by a sigmoid of x (Qwen3-Next)
+    key_bias: bool = True  # on k too, where q and v have one (Whisper: no)
+    qk_norm_last: Annotated[bool, EPS, *ALONE] = False  # after they are turned (HunYuan)
+    qk_norm_bare: Annotated[bool, EPS] = False  # without a weight (Llama 4)
     v_norm: Amount | None = None  # eps of an RMS norm without weights on each value head (Gemma 4)
     value_is_key: bool = False  # a value is its key, before norms and positions (Gemma 4)
     chunk: Count | None = None  # a query sees its own run of this many positions alone (Llama 4)
     clip: Positive | None = None  # q, k and v are kept between it and -it before they turn (OLMoE)
     temperature: Temperature | None = None  # queries grow with their positions (Llama 4)
-    qk_norm_bare: Annotated[bool, EPS] = False  # qk_norm without a weight (Llama 4)
     kind: str = "gqa"
 
     @property
@@ -75,7 +81,8 @@ class GQA:
         return self.head_dim or dim // self.heads
 
     def make(self, dim: int, memory_dim: int | None = None, add: Add | None = None) -> Mechanism:
-        return GroupedQueryAttention(self, dim, memory_dim, add)
+        kind = NormedLast if self.qk_norm_last else GroupedQueryAttention
+        return kind(self, dim, memory_dim, add)
 
 
 class GroupedQueryAttention(Mechanism):
@@ -123,13 +130,13 @@ class GroupedQueryAttention(Mechanism):
 
     @property
     def special(self) -> str:  # type: ignore[override]
+        c = self.config
         if self.reads is not None:
             return "it reads the keys of another layer"
         if self.lends is not None:
             return "other layers read its keys"
-        if self.config.value_is_key:
+        if c.value_is_key:
             return "its values are its keys"
-        c = self.config
         settings = dict(clip=c.clip, chunk=c.chunk, temperature=c.temperature)
         return next((f"it has a {name}" for name, value in settings.items() if value), "")
 
@@ -215,3 +222,19 @@ class GroupedQueryAttention(Mechanism):
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return torch.sigmoid(x)
+
+
+class NormedLast(GroupedQueryAttention):
+    """Queries and keys are turned, then normed."""
+
+    def as_heads(self, x: Tensor, norm: RMSNorm | UnitNorm | None) -> Tensor:
+        return super().as_heads(x, None)
+
+    def as_queries(self, q: Tensor, ctx: Context) -> Tensor:
+        assert self.q_norm is not None
+        return self.q_norm(super().as_queries(q, ctx))
+
+    def as_entries(self, k: Tensor, v: Tensor, ctx: Context) -> Entries:
+        assert self.k_norm is not None
+        entries = super().as_entries(k, v, ctx)
+        return {**entries, "k": self.k_norm(entries["k"])}

@@ -44,7 +44,16 @@ from regard.fast.cpu import Prepared
 from regard.fast.cpu.join import SteadyLatent
 from regard.fast.specialise import Replacement, replace, share
 from regard.kernels.linear import Packed, packs
-from regard.layers import FeedForward, Gain, LabelHead, LayerScale, LMHead, Projection, RMSNorm
+from regard.layers import (
+    FeedForward,
+    Gain,
+    LabelHead,
+    LayerScale,
+    LMHead,
+    Projection,
+    RMSNorm,
+    Xielu,
+)
 from regard.models import Model
 from regard.models.embedding import PatchEmbedding, TokenEmbedding
 from regard.models.recurrent import Recurrence
@@ -224,6 +233,11 @@ class SteadyChooser(CompressedIndexer):
         return joined(dots, w)
 
 
+class SteadyXielu(Xielu):
+    def forward(self, x: Tensor) -> Tensor:
+        return Steady(super().forward)(x)
+
+
 class SteadyGrouped(SteadyParts, GroupedQueryAttention):
     pass
 
@@ -349,7 +363,8 @@ def _steady(kind: type[nn.Module]) -> Replacement:
         new = share(kind, plain)
         new.products = Products()  # type: ignore[assignment]
         # An activation rounds its last few numbers otherwise.
-        if callable(getattr(plain, "act", None)):
+        act = getattr(plain, "act", None)
+        if callable(act) and not isinstance(act, nn.Module):
             new.act = Steady(plain.act)  # type: ignore[assignment]
         if isinstance(plain, MixtureOfExperts):
             bias = None if plain.router.bias is None else plain.router.bias.float()
@@ -363,6 +378,7 @@ GATE, SOFTPLUS = Steady(torch.sigmoid), Steady(F.softplus)
 TABLE: dict[type, Replacement] = {
     nn.Linear: _steady(SteadyLinear),
     FeedForward: _steady(FeedForward),
+    Xielu: _steady(SteadyXielu),
     LMHead: _steady(SteadyHead),
     LabelHead: _steady(LabelHead),
     Projection: _steady(Projection),
