@@ -519,7 +519,7 @@ def experts_by_layer(first_dense: int) -> Group:
         return layer >= (theirs.get("first_k_dense_replace", first_dense) or 0)
 
     def write(kinds: list[str], _: Data | None, theirs: Data, said: bool) -> None:
-        if said and "mlp_layer_types" in theirs:
+        if said and "mlp_layer_types" in theirs and "first_k_dense_replace" in theirs:
             return
         theirs["first_k_dense_replace"] = [*kinds, "sparse"].index("sparse")
         listed = theirs["model_type"] in ("deepseek_v32", "glm_moe_dsa")
