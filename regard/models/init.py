@@ -58,14 +58,8 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
     for part in model.modules():
         if isinstance(part, (nn.Linear, nn.Conv2d)):
             _matrix(part.weight, start)
-        elif isinstance(part, nn.Conv1d):
-            _matrix(part.weight.flatten(1), start)
-        elif isinstance(part, SoundEmbedding):
-            part.position.copy_(waves(*part.position.shape))
         elif isinstance(part, (nn.LayerNorm, RMSNorm)):
             nn.init.constant_(part.weight, 0.0 if getattr(part, "plus_one", False) else 1.0)
-        elif isinstance(part, LayerScale):
-            nn.init.constant_(part.weight, part.start)
         elif isinstance(part, TokenBatchNorm):
             for weight, value in (
                 (part.weight, 1.0),
@@ -81,8 +75,6 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
                 nn.init.ones_(part.gains)
         elif isinstance(part, LayerTables):
             nn.init.normal_(part.weight, std=start.std)
-        elif isinstance(part, Gain):
-            nn.init.ones_(part.weight)
         elif isinstance(part, (TokenEmbedding, PositionVectors, PatchEmbedding)):
             _tables(part, start)
         elif isinstance(part, LMHead) and part.weight is not None:
@@ -92,15 +84,9 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
             inputs = part.config.dim if start.scheme == "t5" else 1
             for weight in part.relative.parameters():
                 nn.init.normal_(weight, std=start.std / inputs**0.5)
-        if (
-            isinstance(part, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.LayerNorm))
-            and part.bias is not None
-        ):
+        if isinstance(part, (nn.Linear, nn.Conv2d, nn.LayerNorm)) and part.bias is not None:
             nn.init.zeros_(part.bias)
-        if isinstance(part, Pair):
-            nn.init.constant_(part.scale, part.config.scale)
-        elif isinstance(part, QueryPool):
-            nn.init.normal_(part.query, std=start.std)
+        _rarer(part, start)
     if start.scheme in ("clip", "siglip"):
         return {"clip": _clip, "siglip": _siglip}[start.scheme](model)
     layers = max((len(p.blocks) for p in model.modules() if isinstance(p, Stack)), default=layers)
@@ -125,6 +111,23 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
             nn.init.normal_(part.router.bias, std=start.std)
             for name in ("gate_bias", "up_bias", "down_bias"):
                 nn.init.zeros_(getattr(part, name))
+
+
+def _rarer(part: nn.Module, start: Start) -> None:
+    """Parts that few models have."""
+    if isinstance(part, Gain):
+        nn.init.ones_(part.weight)
+    elif isinstance(part, LayerScale):
+        nn.init.constant_(part.weight, part.start)
+    elif isinstance(part, Pair):
+        nn.init.constant_(part.scale, part.config.scale)
+    elif isinstance(part, QueryPool):
+        nn.init.normal_(part.query, std=start.std)
+    elif isinstance(part, SoundEmbedding):
+        part.position.copy_(waves(*part.position.shape))
+        for convolution in (part.first, part.second):
+            _matrix(convolution.weight.flatten(1), start)
+            nn.init.zeros_(convolution.bias)  # type: ignore[arg-type]
 
 
 def _clip(model: nn.Module) -> None:
