@@ -14,7 +14,7 @@ from regard.cache import CacheSpec
 from regard.config import Amount, Count, Fraction, Needs, Whole, settings
 from regard.errors import UsageError
 from regard.layers import Add, RMSNorm
-from regard.position import Rope, turned
+from regard.position import Rope, Temperature, turned
 
 
 @settings
@@ -29,7 +29,8 @@ class MLA:
     heads: Count  # query heads
     latent: Count  # c
     head_dim: Count | None = None  # d, the part of a head without positions; default: dim / heads
-    rope_dim: Annotated[Whole, Needs("rope", such="Rope()")] = 0  # r
+    # r, the part of a key that all heads share: turned where there is a rope (Kimi Linear has none)
+    rope_dim: Whole = 0
     value_dim: Count | None = None  # e; default: head_dim
     query_latent: Count | None = None  # rank of the queries; default: they are not compressed
     # rotary positions of the r features
@@ -40,6 +41,7 @@ class MLA:
     out_bias: bool = False  # on the output
     window: Count | None = None  # as of GQA
     dropout: Fraction = 0.0  # of attention weights, in training
+    temperature: Temperature | None = None  # as of GQA
     kind: str = "mla"
 
     def make(self, dim: int, memory_dim: int | None = None, add: Add | None = None) -> Mechanism:
@@ -73,6 +75,10 @@ class LatentAttention(Mechanism):
         self.wo = nn.Linear(self.h * self.e, dim, bias=c.out_bias)
         self.add = add or Add()
 
+    @property
+    def special(self) -> str:  # type: ignore[override]
+        return "it has a temperature" if self.config.temperature else ""
+
     def cache_spec(self) -> CacheSpec:
         rope = {"k_rope": (self.r,)} if self.r else {}
         turns = turned("k_rope", self.config.rope if self.r else None)
@@ -99,10 +105,10 @@ class LatentAttention(Mechanism):
     def queries(self, c_q: Tensor, ctx: Context) -> Tensor:
         """b t h (d + r), the last r turned to their positions."""
         q = self.w_uq(c_q).unflatten(-1, (self.h, self.d + self.r))
-        if not self.r:
-            return q
-        nope, rope = q.split([self.d, self.r], -1)
-        return torch.cat([nope, ctx.rotate(rope, self.config.rope)], -1)
+        if self.r:
+            nope, rope = q.split([self.d, self.r], -1)
+            q = torch.cat([nope, ctx.rotate(rope, self.config.rope)], -1)
+        return ctx.tempered(q, self.config.temperature)
 
     def entries(self, x: Tensor, ctx: Context) -> Entries:
         """What a token leaves behind: its normalised latent (b t c) and its turned rotary key (b t r)."""

@@ -19,7 +19,7 @@ from regard.cache import CacheSpec
 from regard.config import Choice, Count, Needs, Whole, settings
 from regard.errors import UsageError
 from regard.layers import Add
-from regard.mask import Visible
+from regard.mask import Span, Visible
 from regard.position import Rope
 
 # Numbers that one chunk of queries may make, chosen for speed: what fits a processor's cache; a GPU wants more to be
@@ -44,11 +44,13 @@ class DSA:
     index_heads: Count  # H
     index_dim: Count  # D
     topk: Count  # keys that a query chooses
-    # leading index features turned by attention.rope, half-split
+    # leading index features turned by attention.rope
     rope_dim: Annotated[Whole, Needs("attention.rope", such="Rope()")] = 0
     # Turn q and k by an orthogonal matrix: same scores, flatter numbers for fp8.
     hadamard: bool = False
     precision: Annotated[str, Choice(("exact", "fp8"))] = "exact"  # or "fp8"
+    # how these turn: half-split (DeepSeek), or in pairs of neighbours (GLM)
+    rope_layout: Annotated[str, Choice(("half", "interleaved"))] = "half"
     kind: str = "dsa"
 
     def __post_init__(self) -> None:
@@ -106,7 +108,7 @@ class Indexer(nn.Module):
 
     def turned(self, x: Tensor, ctx: Context) -> Tensor:
         r = self.config.rope_dim
-        turned = ctx.rotate(x[..., :r], self.config.attention.rope, "half")
+        turned = ctx.rotate(x[..., :r], self.config.attention.rope, self.config.rope_layout)
         return torch.cat([turned, x[..., r:]], -1)
 
     def scores(self, q: Tensor, k: Tensor, x: Tensor) -> Tensor:
@@ -245,6 +247,9 @@ class SparseAttention(Mechanism):
         if self.dense(mask.k.size):
             return self.attention.core_attention(queries, kept, mask, ctx, bias)
         return self.sparse(x, queries, self.indexer.queries(c_q, ctx), kept, mask, ctx, bias)
+
+    def visible(self, k_pos: Span, ctx: Context) -> Visible:
+        return self.attention.visible(k_pos, ctx)
 
     def weigh(self, o: Tensor, x: Tensor) -> Tensor:
         return self.attention.weigh(o, x)

@@ -248,9 +248,11 @@ def read_config(theirs: Data, family: Family, architecture: str) -> Any:
 
 def _modern(source: Source, family: Family) -> Source:
     """Today's names for those of older folders: bodies saved alone leave out the first part
-    (`h.0...` for `transformer.h.0...`), and BERT's norms say gamma and beta."""
+    (`h.0...` for `transformer.h.0...`), BERT's norms say gamma and beta, and a family may have spellings of its own."""
     names = {n: n.replace("LayerNorm.gamma", "LayerNorm.weight") for n in source}
     names = {n: new.replace("LayerNorm.beta", "LayerNorm.bias") for n, new in names.items()}
+    for pattern, written in family.spellings.items():
+        names = {n: re.sub(pattern, written, new) for n, new in names.items()}
     if family.base and not any(n.startswith(family.base) for n in names):
         heads = {n.split(".")[0] for table in family.head_rows.values() for n in table}
         bare = {n for n in names if n.split(".")[0] not in heads}
@@ -317,13 +319,15 @@ def _check(steps: list[Step], source: Source) -> list[str]:
     """Every tensor is there and has its shape; returns those that no rule names."""
     wanted = {n: shape for s in steps for n, shape in zip(s.theirs, s.their_shapes(), strict=True)}
     left = [name for name in source if name not in wanted]
+    whole = {name for s in steps for name in s.theirs if s.op.whole}
     for name, shape in wanted.items():
         if name not in source:
             hint = _near(name, left) or f"{len(left)} are left over, none with a name like it"
             raise UsageError(f"tensor {name} is missing from the weights; {hint}")
         if (stored := source[name].shape) != shape:
             raise UsageError(f"tensor {name} has shape {stored}, the config asks for {shape}")
-        if (kind := source[name].dtype) not in FLOATS:
+        counts = source[name].dtype is torch.int64 and name in whole
+        if (kind := source[name].dtype) not in FLOATS and not counts:
             known = f"weights must be one of {', '.join(map(dtype_name, FLOATS))}"
             but = "(float8 only with quantization_config and its scales)"
             raise UsageError(f"tensor {name} is stored as {dtype_name(kind)}; {known} {but}")
@@ -462,7 +466,8 @@ def save(
         raise UsageError("this model has LoRA: save_adapter keeps it, or merge(model).save")
     origin = model.origin or Origin(model.family)
     family, theirs, why = express(model, origin)
-    again = _packed_again(model, origin, family) if origin.packing is not None else None
+    named = theirs["architectures"] == [origin.architecture]
+    again = _packed_again(model, origin, family) if origin.packing is not None and named else None
     if again is not None:
         return _write(path, {**theirs, **again[0]}, again[1], origin, shard_bytes)
     if origin.packing is not None and tell:

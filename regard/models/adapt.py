@@ -52,11 +52,11 @@ def with_head(model: Model, head: Head) -> Model:
         head = _suited(head, model)
     tower, words = (getattr(model.config, name) for name in [*model.towers.items()][-1])
     if isinstance(words, Tokens):
-        made = make_head(head, tower.dim, words.vocab, words.width)
+        made = make_head(head, tower.outputs, words.vocab, words.width)
     elif isinstance(head, (LM, MLM)):
         raise UsageError("an image has no vocabulary: put a Classify or Tag head on this model")
     else:
-        made = make_head(head, tower.dim, 0)
+        made = make_head(head, tower.outputs, 0)
     start = getattr(model.origin, "start", None) or model.start or start_of(model.config)
     initialize(made, start, tower.layers)
     made = made.to(next(model.parameters())).train(model.training)

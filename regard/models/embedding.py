@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.config import Count, Divides, Fraction, Whole, settings
+from regard.config import Count, Divides, Fraction, Needs, Positive, Whole, settings
 from regard.errors import UsageError
 from regard.layers import Norm
 from regard.mask import Span
@@ -27,6 +27,9 @@ class Tokens:
     norm: Norm | None = None  # of the sum
     dropout: Fraction = 0.0  # of the sum, in training
     width: Count | None = None  # of the table, where it is not the tower's
+    # made as wide as the tower before anything is added, and without a bias (OPT 350M)
+    widened_first: Annotated[bool, Needs("width", such="512")] = False
+    token_gain: Positive = 1.0  # of a token's row alone (Granite)
     kind: str = "tokens"
 
     def make(self, dim: int) -> TokenEmbedding:
@@ -45,25 +48,30 @@ class TokenEmbedding(nn.Module):
     def __init__(self, config: Tokens, dim: int):
         super().__init__()
         c = self.config = config
-        self.project = nn.Linear(c.width, dim) if c.width else None
-        dim = c.width or dim
+        first = c.widened_first
+        self.project = nn.Linear(c.width, dim, bias=not first) if c.width else None
+        added, dim = dim if first else c.width or dim, c.width or dim
         self.weight = nn.Parameter(torch.empty(c.vocab, dim))
         nn.init.normal_(self.weight, std=dim**-0.5 if c.scaled else 0.02)  # scaled: 1 in the sum
-        self.position = c.position.make(dim) if c.position else None
-        self.types = nn.Parameter(torch.empty(c.types, dim).normal_(std=0.02)) if c.types else None
-        self.norm = c.norm.make(dim) if c.norm else None
+        self.position = c.position.make(added) if c.position else None
+        types = torch.empty(c.types, added).normal_(std=0.02) if c.types else None
+        self.types = None if types is None else nn.Parameter(types)
+        self.norm = c.norm.make(added) if c.norm else None
         self.dropout = nn.Dropout(c.dropout)
-        self.scale = dim**0.5 if c.scaled else 1.0
+        self.scale = (dim**0.5 if c.scaled else 1.0) * c.token_gain
 
     def forward(self, ids: Tensor, pos: Span, types: Tensor | None = None) -> Tensor:
         x = F.embedding(ids, self.weight)
         x = x * self.scale if self.scale != 1.0 else x
+        first = self.config.widened_first
+        if self.project is not None and first:
+            x = self.project(x)
         if self.types is not None:
             x = x + (self.types[0] if types is None else F.embedding(types, self.types))
         if self.position is not None:
             x = x + self.position(pos.absolute, ids).to(x.dtype)
         x = self.dropout(x if self.norm is None else self.norm(x))
-        return x if self.project is None else self.project(x)
+        return x if self.project is None or first else self.project(x)
 
 
 @settings

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from regard.attention.compressed import CompressedAttention, Compressor, GroupedLinear
 from regard.attention.multihead import GroupedQueryAttention
-from regard.block import LayerTables, Stack
+from regard.block import LayerTables, Mix, Stack
 from regard.config import Amount, settings
 from regard.layers import (
     FeedForward,
@@ -19,6 +20,7 @@ from regard.layers import (
     Projection,
     RMSNorm,
     TokenBatchNorm,
+    Xielu,
 )
 from regard.models.embedding import PatchEmbedding, TokenEmbedding
 from regard.models.pair import Pair
@@ -68,12 +70,14 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
                 (part.var, 1.0),
             ):
                 nn.init.constant_(weight, value)
+        elif isinstance(part, Xielu):
+            part.start()
         elif isinstance(part, MixtureOfExperts):
             for weight in (part.gate, part.up, part.down):
                 _matrix(weight, start)
             if part.gains is not None:
                 nn.init.ones_(part.gains)
-        elif isinstance(part, LayerTables):
+        elif isinstance(part, (LayerTables, GroupedLinear, Mix)):
             nn.init.normal_(part.weight, std=start.std)
         elif isinstance(part, (TokenEmbedding, PositionVectors, PatchEmbedding)):
             _tables(part, start)
@@ -107,6 +111,9 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
         # gpt-oss, whose they are
         if isinstance(part, GroupedQueryAttention) and part.sinks is not None:
             nn.init.normal_(part.sinks, std=start.std)
+        # ERNIE 4.5, likewise
+        if isinstance(part, MixtureOfExperts) and part.config.wide_router:
+            nn.init.zeros_(part.router.weight)
         if isinstance(part, MixtureOfExperts) and part.router.bias is not None:
             nn.init.normal_(part.router.bias, std=start.std)
             for name in ("gate_bias", "up_bias", "down_bias"):
@@ -117,6 +124,13 @@ def _rarer(part: nn.Module, start: Start) -> None:
     """Parts that few models have."""
     if isinstance(part, Gain):
         nn.init.ones_(part.weight)
+    elif isinstance(part, Mix):
+        nn.init.zeros_(part.bias)
+        nn.init.ones_(part.scale)
+    elif isinstance(part, Compressor):
+        nn.init.zeros_(part.bias)
+    elif isinstance(part, CompressedAttention):
+        nn.init.zeros_(part.sinks)
     elif isinstance(part, LayerScale):
         nn.init.constant_(part.weight, part.start)
     elif isinstance(part, Pair):

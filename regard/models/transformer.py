@@ -59,11 +59,12 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         if isinstance(self.head, Project) and self.pooler is None:
             raise UsageError("a head of kind project reads the pooled vector; give a pooler too")
-        tables = self.tower.per_layer
         vocab = getattr(self.embedding, "vocab", None)
-        if tables is not None and (vocab is None or tables.vocab < vocab):
-            why = f"tower.per_layer.vocab={tables.vocab}, but the tower reads ids below {vocab}"
-            raise UsageError(f"{why}; give as many rows, or leave per_layer out")
+        tables = [getattr(ffn, "hashed", 0) for ffn in self.tower.each("ffn")]
+        tables += [self.tower.per_layer.vocab] if self.tower.per_layer else []
+        for rows in (rows for rows in tables if rows and (vocab is None or rows < vocab)):
+            why = f"a part of the tower has a table of {rows} rows, but ids below {vocab} are read"
+            raise UsageError(f"{why}; give as many (tower.per_layer.vocab, tower.ffn.hashed)")
 
     def make(self) -> Transformer:
         return Transformer(self)
@@ -77,8 +78,8 @@ class Transformer(Model):
 
     def __init__(self, config: TransformerConfig):
         super().__init__(config)
-        c, dim = config, config.tower.dim
-        self.embedding = c.embedding.make(dim)
+        c, dim = config, config.tower.outputs
+        self.embedding = c.embedding.make(c.tower.dim)
         self.tower = Stack(c.tower)
         self.pooler: nn.Module | None = None
         if c.pooler is not None:
@@ -197,8 +198,10 @@ class EncoderDecoderConfig:
     kind: str = "encoder_decoder"
 
     def __post_init__(self) -> None:
-        if self.encoder.per_layer or self.decoder.per_layer:
-            raise UsageError("per_layer is for a model of one tower")
+        if self.encoder.reads_ids or self.decoder.reads_ids:
+            raise UsageError("per_layer and ffn.hashed are for a model of one tower")
+        if self.encoder.out_dim or self.decoder.out_dim:
+            raise UsageError("out_dim is for a model of one tower")
         if self.encoder.causal or not self.decoder.causal or self.decoder.cross is None:
             raise UsageError("encoder.causal must be false, decoder's true, decoder.cross given")
         if not isinstance(self.target, Tokens):

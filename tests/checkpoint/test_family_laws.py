@@ -17,6 +17,7 @@ from torch import Tensor
 import regard
 from regard.checkpoint.families import FAMILIES
 from regard.checkpoint.hf import plan
+from regard.checkpoint.rules import Fixed
 from regard.layers import Answer, Classify, Tag
 from regard.models.adapt import with_head
 from regard.models.init import initialize
@@ -99,7 +100,8 @@ def census(run: Callable[[], Any]) -> Counter[tuple[float, int]]:
 
     def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if training and p:
-            seen[p, 0 if x.dim() == 4 else x.numel()] += 1
+            weights = x.dim() == 4 or x.shape[-1] == x.shape[-2:][0]
+            seen[p, 0 if weights else x.numel()] += 1
         return x
 
     with patch.object(F, "dropout", dropout):
@@ -107,10 +109,15 @@ def census(run: Callable[[], Any]) -> Counter[tuple[float, int]]:
     return seen
 
 
+# Of Falcon 0 alone is read, as transformers drops its parts by one draw; MPT's is a whole number.
+STILL = ("falcon", "mpt")
+
+
 def rates(config: Any) -> dict[str, float]:
     """A rate of its own for each of a config's dropouts."""
-    known = FAMILIES[config.model_type].keys
-    names = [n for n in sorted(known | config.to_dict().keys()) if "drop" in n]
+    family = FAMILIES[config.model_type]
+    names = [n for n in sorted(family.keys | config.to_dict().keys()) if "drop" in n]
+    names = [n for n in names if not isinstance(family.config.get(n), Fixed)]
     return {n: round(0.11 + 0.01 * i, 2) for i, n in enumerate(names) if "layerdrop" not in n}
 
 
@@ -129,7 +136,7 @@ def test_dropouts_in_training_are_theirs(architecture: str, said: bool) -> None:
     wanted = census(lambda: theirs(module, given))
     assert census(lambda: model(**given, backend="reference")) == wanted
     # Ernie 4.5 has none.
-    if said and rates(cls.config_class()):
+    if said and rates(cls.config_class()) and module.config.model_type not in STILL:
         assert wanted
 
 

@@ -34,12 +34,14 @@ from types import ModuleType
 from regard.checkpoint.families import (
     dense,
     encoders,
+    experts,
     gemma4,
     gpt,
     hybrid,
     images,
     latent,
     llama,
+    newest,
     older,
     seq2seq,
     speech,
@@ -53,13 +55,15 @@ _FILES: tuple[ModuleType, ...] = (
     llama,
     latent,
     hybrid,
+    experts,
     encoders,
     images,
     seq2seq,
     dense,
     older,
-    gemma4,
+    newest,
     speech,
+    gemma4,
 )
 FAMILIES: dict[str, Family] = {
     family.name: family
