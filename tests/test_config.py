@@ -158,6 +158,11 @@ def test_dotted_name_may_leave_out_where_it_begins(preset: str) -> None:
     """attention.dropout as in a config file: of the tower, of every layer, of both towers, not of what is inside."""
     config = PRESETS[preset][1]()
     data = to_dict(config)
+    if data["kind"] == "pair":
+        changed = to_dict(customize(config, {"attention.dropout": 0.25}))
+        parts = [changed[part]["tower"]["attention"] for part in ("text", "image")]
+        assert [part["dropout"] for part in parts] == [0.25, 0.25]
+        return
     towers = [name for name in ("tower", "encoder", "decoder") if data.get(name)]
     if not all(_each(data[name], "attention") for name in towers) or not towers:
         with pytest.raises(UsageError, match="attention"):
