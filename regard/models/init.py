@@ -83,17 +83,6 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
                 _matrix(weight, start)
             if part.gains is not None:
                 nn.init.ones_(part.gains)
-        elif isinstance(part, (LayerTables, GroupedLinear, Mix)):
-            nn.init.normal_(part.weight, std=start.std)
-            if isinstance(part, Mix):
-                nn.init.zeros_(part.bias)
-                nn.init.ones_(part.scale)
-        elif isinstance(part, Compressor):
-            nn.init.zeros_(part.bias)
-        elif isinstance(part, CompressedAttention):
-            nn.init.zeros_(part.sinks)
-        elif isinstance(part, Gain):
-            nn.init.ones_(part.weight)
         elif isinstance(part, (TokenEmbedding, PositionVectors, PatchEmbedding)):
             _tables(part, start)
         elif isinstance(part, LMHead) and part.weight is not None:
@@ -103,6 +92,7 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
             inputs = part.config.dim if start.scheme == "t5" else 1
             for weight in part.relative.parameters():
                 nn.init.normal_(weight, std=start.std / inputs**0.5)
+        _latest(part, start)
         if (
             isinstance(part, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.LayerNorm))
             and part.bias is not None
@@ -139,6 +129,20 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
             nn.init.normal_(part.router.bias, std=start.std)
             for name in ("gate_bias", "up_bias", "down_bias"):
                 nn.init.zeros_(getattr(part, name))
+
+
+def _latest(part: nn.Module, start: Start) -> None:
+    """Of Gemma 4 and DeepSeek-V4."""
+    if isinstance(part, (LayerTables, GroupedLinear, Mix)):
+        nn.init.normal_(part.weight, std=start.std)
+    if isinstance(part, (Mix, Compressor)):
+        nn.init.zeros_(part.bias)
+    if isinstance(part, CompressedAttention):
+        nn.init.zeros_(part.sinks)
+    if isinstance(part, Mix):
+        nn.init.ones_(part.scale)
+    if isinstance(part, Gain):
+        nn.init.ones_(part.weight)
 
 
 def _clip(model: nn.Module) -> None:
