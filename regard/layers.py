@@ -156,15 +156,30 @@ class Gain(nn.Module):
         return x * self.weight
 
 
-class Add(nn.Module):
-    """What a part of a block adds to the stream: residual + dropout(y), y normed first where the order says so."""
+class LayerScale(nn.Module):
+    """Each feature times a trained number (Touvron et al. 2021, arXiv:2103.17239)."""
 
-    def __init__(self, dropout: float = 0.0, norm: nn.Module | None = None):
+    def __init__(self, dim: int, start: float):
         super().__init__()
-        self.dropout, self.norm = nn.Dropout(dropout), norm
+        self.start, self.weight = start, nn.Parameter(torch.full((dim,), start))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Add(nn.Module):
+    """What a part of a block adds to the stream: residual + dropout(y), y normed or scaled first where the tower says
+    so. `path`: the share of rows for which a step of training adds nothing (Huang et al. 2016, arXiv:1603.09382)."""
+
+    def __init__(self, dropout: float = 0.0, norm: nn.Module | None = None, path: float = 0.0):
+        super().__init__()
+        self.dropout, self.norm, self.path = nn.Dropout(dropout), norm, path
 
     def forward(self, y: Tensor, residual: Tensor | None = None) -> Tensor:
         y = self.dropout(y if self.norm is None else self.norm(y))
+        if self.path and self.training:
+            kept = torch.rand(len(y), *[1] * (y.dim() - 1), device=y.device) >= self.path
+            y = y * kept / (1 - self.path)
         return y if residual is None else plus(residual, y)
 
 
@@ -195,6 +210,8 @@ class MLP:
     bias: bool = True  # of its linear layers
     # after the activation; None: this family has none there, and `build(dropout=)` adds none
     dropout: Fraction | None = None
+    # of a gated one: its gate stays below it, up within it (DeepSeek-V4)
+    limit: Annotated[Positive, Needs("gated", such="true")] | None = None
     kind: str = "mlp"
 
     def make(self, dim: int, add: Add | None = None) -> FeedForward:
@@ -213,12 +230,20 @@ class FeedForward(Renamed, nn.Module):
         self.down = nn.Linear(c.ffn_dim, dim, bias=c.bias)
         self.dropout, self.add = nn.Dropout(c.dropout or 0.0), add or Add()
 
+    @property
+    def special(self) -> str:
+        """Why no fast part can stand for this one, or nothing."""
+        return "" if self.config.limit is None else "its gate has a limit"
+
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return self.project_down(self.project_up(x), residual)
 
     def project_up(self, x: Tensor) -> Tensor:
         if self.gate is None:
             return self.act(self.up(x))
+        limit = self.config.limit
+        if limit is not None:
+            return self.act(self.gate(x).clamp(max=limit)) * self.up(x).clamp(-limit, limit)
         return times(self.up(x), self.act(self.gate(x)))
 
     def project_down(self, h: Tensor, residual: Tensor | None) -> Tensor:
@@ -262,12 +287,13 @@ DenseNorm = Annotated[Norm, Needs("dense", such="gelu")]
 @settings
 class Classify:
     """One label for the whole: out(act(dense h)) of one token, or out(h) without `dense`. An encoder is read at its
-    first token or as the mean of all, a causal tower at its last real one, which alone has seen all. `distilled`: the
-    mean of that and of a second `out` on the second token, which learned from a teacher (DeiT)."""
+    first token, as the mean of all, or as "both": the first token beside the mean of the others (DINOv2); a causal
+    tower at its last real one, which alone has seen all. `distilled`: the mean of that and of a second `out` on the
+    second token, which learned from a teacher (DeiT)."""
 
     labels: Count  # classes
     dense: str | None = "tanh"  # activation of a layer before `out`; none: no such layer
-    token: Annotated[str, Choice(("first", "last", "mean"))] = "first"  # which one is read
+    token: Annotated[str, Choice(("first", "last", "mean", "both"))] = "first"  # which one is read
     bias: bool = True  # of `out`
     distilled: bool = False  # a second `out` (DeiT)
     dropout: Fraction | None = None  # before `out`; None as for MLP
@@ -279,6 +305,16 @@ class Classify:
     def __post_init__(self) -> None:
         if self.distilled and (self.dense or self.token != "first"):
             raise UsageError("head.distilled reads the first two tokens: dense=None, token='first'")
+        if self.token == "both" and self.dense:
+            raise UsageError("head.token='both' is read by `out` itself: dense=None")
+
+
+@settings
+class Project:
+    """One vector for the whole: the pooled one times a matrix (CLIP). The tower has to say how it is pooled."""
+
+    width: Count  # of the vector
+    kind: str = "project"
 
 
 @settings
@@ -303,6 +339,17 @@ class Answer:
     dense_bias: bool = True  # as in Tag
     norm: DenseNorm | None = None  # as in Tag
     kind: str = "answer"
+
+
+class Projection(nn.Module):
+    """pooled (b m) -> (b width)."""
+
+    def __init__(self, config: Project, dim: int):
+        super().__init__()
+        self.config, self.out = config, nn.Linear(dim, config.width, bias=False)
+
+    def forward(self, h: Tensor, embedding: Tensor | None = None) -> Tensor:
+        return self.out(h)
 
 
 class LMHead(nn.Module):
@@ -359,7 +406,8 @@ class LabelHead(nn.Module):
         self.act = activation(c.dense) if c.dense else None
         self.norm = c.norm.make(dim) if c.norm else None
         bias = c.bias if isinstance(c, Classify) else True
-        self.out = nn.Linear(dim, config.labels, bias=bias)
+        read = 2 * dim if isinstance(c, Classify) and c.token == "both" else dim
+        self.out = nn.Linear(read, config.labels, bias=bias)
         distilled = isinstance(c, Classify) and c.distilled
         self.teacher = nn.Linear(dim, config.labels, bias=bias) if distilled else None
         self.dropout = nn.Dropout(config.dropout or 0.0)
@@ -369,7 +417,10 @@ class LabelHead(nn.Module):
             return (self.out(h[:, 0]) + self.teacher(h[:, 1])) / 2
         if isinstance(self.config, Classify):
             token = self.config.token
-            h = h.mean(1) if token == "mean" else h[:, 0 if token == "first" else -1]
+            if token == "both":
+                h = torch.cat([h[:, 0], h[:, 1:].mean(1)], -1)
+            else:
+                h = h.mean(1) if token == "mean" else h[:, 0 if token == "first" else -1]
             h = self.dropout(h) if self.config.dropped_twice else h
         if self.dense is not None and self.act is not None:
             h = self.act(self.dense(h))
@@ -380,8 +431,12 @@ class LabelHead(nn.Module):
 Head = LM | MLM | Classify | Tag | Answer
 
 
-def make_head(config: Head, dim: int, vocab: int, width: int | None = None) -> LMHead | LabelHead:
+def make_head(
+    config: Head | Project, dim: int, vocab: int, width: int | None = None
+) -> LMHead | LabelHead | Projection:
     """`width`: of the embedding, where it is not `dim`."""
+    if isinstance(config, Project):
+        return Projection(config, dim)
     if isinstance(config, (LM, MLM)):
         return LMHead(config, dim, vocab, width)
     return LabelHead(config, dim)

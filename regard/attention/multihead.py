@@ -44,6 +44,7 @@ class GQA:
     value_dim: Count | None = None  # width of a value head; default: head_dim
     rope: Rope | None = None  # rotary positions
     bias: bool = False  # on q, k, v
+    key_bias: bool = True  # on k too, where q and v have one (Whisper: no)
     out_bias: bool = False  # on the output
     qk_norm: Amount | None = None  # eps of an RMS norm on each query and key head
     qk_norm_whole: Annotated[bool, EPS] = False  # on all heads at once (OLMo 2)
@@ -98,7 +99,7 @@ class GroupedQueryAttention(Mechanism):
         self.config, self.h, self.g, self.d, self.e = c, c.heads, c.groups, d, e
         self.scale = d**-0.5 if c.scale is None else c.scale
         self.wq = nn.Linear(dim, self.h * d, bias=c.bias)
-        self.wk = nn.Linear(source, self.g * d, bias=c.bias)
+        self.wk = nn.Linear(source, self.g * d, bias=c.bias and c.key_bias)
         self.wv = None if c.value_is_key else nn.Linear(source, self.g * e, bias=c.bias)
         self.wg = nn.Linear(dim, self.h * e, bias=c.bias) if c.gated else None
         self.wo = nn.Linear(self.h * e, dim, bias=c.out_bias)

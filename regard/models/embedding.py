@@ -76,7 +76,7 @@ class TokenEmbedding(nn.Module):
 @settings
 class Patches:
     """An image of `size` x `size` cut into `patch` x `patch` squares, each a token; `extra` learned tokens stand
-    in front (1: the class token; 2: DeiT's distillation token as well)."""
+    in front (1: the class token; 2: DeiT's distillation token as well). `norm` is of the sum with the positions."""
 
     size: Count = 224  # side of the image
     patch: Annotated[Count, Divides("size")] = 16  # side of a patch
@@ -84,6 +84,7 @@ class Patches:
     extra: Whole = 1  # learned tokens in front
     bias: bool = True  # of the map
     dropout: Fraction = 0.0  # in training
+    norm: Norm | None = None  # of what comes out (CLIP)
     kind: str = "patches"
 
     def make(self, dim: int) -> PatchEmbedding:
@@ -93,6 +94,15 @@ class Patches:
     def count(self) -> int:
         return (self.size // self.patch) ** 2
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one image."""
+        return self.channels, self.size, self.size
+
+    @property
+    def tokens(self) -> int:
+        return self.extra + self.count
+
 
 class PatchEmbedding(nn.Module):
     """images (b c h w) -> (b n m): x_i = W patch_i + b, class tokens in front, a learned vector for each place."""
@@ -101,8 +111,9 @@ class PatchEmbedding(nn.Module):
         super().__init__()
         c = self.config = config
         self.project = nn.Conv2d(c.channels, dim, c.patch, stride=c.patch, bias=c.bias)
-        self.extra = nn.Parameter(torch.zeros(c.extra, dim))
+        self.extra = nn.Parameter(torch.zeros(c.extra, dim)) if c.extra else None
         self.position = nn.Parameter(torch.empty(c.extra + c.count, dim).normal_(std=0.02))
+        self.norm = c.norm.make(dim) if c.norm else None
         self.dropout = nn.Dropout(c.dropout)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -114,5 +125,7 @@ class PatchEmbedding(nn.Module):
         if len(images) == 0:
             raise UsageError("empty batch: give at least one image")
         x = self.project(images.to(self.project.weight.dtype)).flatten(2).transpose(1, 2)  # b n m
-        x = torch.cat([self.extra.expand(len(x), -1, -1), x], 1) + self.position
-        return self.dropout(x)
+        if self.extra is not None:
+            x = torch.cat([self.extra.expand(len(x), -1, -1), x], 1)
+        x = x + self.position
+        return self.dropout(x if self.norm is None else self.norm(x))

@@ -128,6 +128,9 @@ def test_dropouts_in_training_are_theirs(architecture: str, said: bool) -> None:
     case, cls = ARCHITECTURES[architecture], getattr(transformers, architecture)
     settings = {**copy.deepcopy(case.settings), "attn_implementation": "eager"}
     settings |= rates(cls.config_class()) if said else {}
+    for part in ("text_config", "vision_config"):
+        if said and part in settings:
+            settings[part] |= rates(cls.config_class.sub_configs[part]())
     module = cls(cls.config_class(**settings)).train()
     model, given = regard.from_hf(module).train(), batch(module.config)
     wanted = census(lambda: theirs(module, given))
@@ -248,8 +251,7 @@ def test_bfloat16_is_no_further_from_float64_than_theirs(architecture: str, peer
     batches = [batch(module.config, seed) for seed in range(48 if exact(**first).dim() == 2 else 3)]
     # Beside one another: one call of each model.
     given = {key: torch.cat([x[key] for x in batches]) for key in first}
-    if given["ids"].is_floating_point():
-        given["ids"] = given["ids"].bfloat16()
+    given = {key: x.bfloat16() if x.is_floating_point() else x for key, x in given.items()}
     wanted = at_tokens(exact(**given), given)
     answers = (ours(**given), theirs(module, given)[0])
     off = [(at_tokens(answer, given) - wanted).square().mean(-1) for answer in answers]

@@ -154,10 +154,11 @@ def naive(
         s = scales_of(rng, -(-n // r), -(-k // c), dtype)
         plain = q.double().tolist()
         means = table(n, k, lambda i, j: plain[i][j] * s[i // r][j // c])
-        scale = torch.tensor(s, dtype=dtype)
+        kept = dtype if dtype.itemsize > 1 else FULL
+        scale = torch.tensor(s).to(dtype)
         scale = scale.reshape(()) if not rows and name == "weight_scale_inv" else scale
         stored = {"weight": q, name: scale} | ({"input_scale": torch.ones(1)} if more else {})
-        return Made(stored, torch.tensor(means, dtype=torch.float64).float().to(dtype))
+        return Made(stored, torch.tensor(means, dtype=torch.float64).float().to(kept))
 
     return make
 
@@ -262,6 +263,9 @@ FORMATS = {
     "fp8-blocks-deepseek": Format(BLOCKS, naive(FP8, 16, 24, FULL, INVERSE), family="deepseek_v3"),
     "fp8-wide-blocks": Format(
         BLOCKS | {"weight_block_size": [16, 128]}, naive(FP8, 16, 128, FULL, INVERSE), exact="fp8"
+    ),
+    "fp8-powers": Format(
+        BLOCKS, naive(FP8, 16, 24, torch.float8_e8m0fnu, INVERSE), family="deepseek_v3"
     ),
     "fp8-tensor": Format(PLAIN8, naive(FP8, 0, 0, FULL, INVERSE), exact="fp8"),
     "fp8-static": Format(
@@ -603,6 +607,10 @@ def with_first(end: str, value: float) -> Callable[[Tensors], object]:
     return lambda found: found[f"{UP}.{end}"].view(-1)[:1].fill_(value)
 
 
+def of_type(end: str, dtype: torch.dtype) -> Callable[[Tensors], object]:
+    return lambda found: found.update({f"{UP}.{end}": found[f"{UP}.{end}"].to(dtype)})
+
+
 def of_shape(end: str, *shape: int) -> Callable[[Tensors], object]:
     def change(found: Tensors) -> None:
         old = found[f"{UP}.{end}"]
@@ -617,6 +625,17 @@ BAD = [
     ("gptq", with_first("scales", 0), f"{UP}.weight has scales that are 0"),
     ("gptq", with_first("scales", math.nan), "no numbers"),
     ("gptq", of_shape("scales", 3, 96), "scales has shape (3, 96)", "groups of 32"),
+    ("gptq", of_type("qzeros", HALF), "qzeros is stored as float16", "int32"),
+    ("gptq", of_type("scales", torch.int8), "scales is stored as int8"),
+    ("awq", of_type("qzeros", torch.int64), "qzeros is stored as int64"),
+    ("ct-int4-32", of_type("weight_scale", torch.int8), "weight_scale is stored as int8"),
+    ("ct-int4-zeros", of_type("weight_zero_point", BRAIN), "zero_point is stored as bfloat16"),
+    ("ct-int4-order", of_type("weight_g_idx", BRAIN), "g_idx is stored as bfloat16"),
+    ("fp8-blocks", of_type("weight_scale_inv", torch.int32), "is stored as int32"),
+    ("nf4", of_type("weight.absmax", torch.uint8), "absmax is stored as uint8"),
+    ("nf4-twice", of_type("weight.absmax", FULL), "absmax is stored as float32"),
+    ("int8", of_type("weight", HALF), "up_proj.weight is stored as float16"),
+    ("gptq", of_shape("qweight", 0, 96), "is missing from the weights"),
     ("gptq-order", with_first("g_idx", 9), "g_idx names groups"),
     ("gptq", of_shape("g_idx", 7), "g_idx has shape (7,)", "(64,)"),
     ("awq", without("qzeros"), "qzeros is missing"),
@@ -657,6 +676,7 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("gptq", {"group_size": 0}, "group_size is 0"),
     ("gptq", {"group_size": 48}, "groups of 48"),
     ("gptq", {"checkpoint_format": "marlin"}, "'marlin'"),
+    ("gptq", {"checkpoint_format": ["gptq"]}, "['gptq']"),
     ("awq", {"bits": 8}, "bits is 8"),
     ("awq", {"version": "gemv"}, "gemm"),
     ("awq", {"group_size": "128"}, "'128'"),
@@ -675,6 +695,7 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("ct-int4-32", {"config_groups": tensors_group(num_bits=3)}, "num_bits is 3"),
     ("ct-int4-32", {"config_groups": tensors_group(strategy="token")}, "'token'"),
     ("ct-int4-32", {"sparsity_config": {"format": "sparse-bitmask"}}, "sparse-bitmask"),
+    ("ct-int4-32", {"sparsity_config": [3]}, "[3]"),
     ("nf4", {"llm_int8_skip_modules": [UP]}, f"leaves {UP} out"),
 ]  # fmt: skip
 

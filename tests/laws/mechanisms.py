@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from regard.attention import DSA, GQA, MLA, Attention, Context, DeltaRule
-from regard.block import PerLayer, Tower
+from regard.attention import DSA, GQA, MLA, Attention, Compressed, Context, DeltaRule
+from regard.block import PerLayer, Streams, Tower
 from regard.layers import LM, MLP, Norm
 from regard.mask import Causal, Mask, Span
 from regard.models import Tokens, Transformer, TransformerConfig
@@ -21,6 +21,7 @@ TIGHT = {
     "atol": 1e-10,
 }  # float64 rounding after a few layers; a wrong formula is far off
 
+_TURNS = Rope(layout="interleaved")
 _LATENT = MLA(heads=3, latent=10, head_dim=6, rope_dim=4, rope=Rope(layout="interleaved"))
 _GROUPED = GQA(heads=6, kv_heads=2, head_dim=8, rope=Rope())
 _SOME = Rope(scaling=Proportional(share=0.4, factor=1.5))
@@ -53,6 +54,23 @@ MECHANISMS: dict[str, Attention] = {
     "dsa_gated": DSA(GQA(4, 2, gated=True, rope=Rope()), 2, 8, 3, rope_dim=2),
     "dsa_fp8": DSA(_LATENT, 2, 16, topk=3, rope_dim=4, hadamard=True, precision="fp8"),
     "dsa_hadamard": DSA(_GROUPED, 2, 8, topk=3, rope_dim=2, hadamard=True),
+    "compressed": Compressed(3, 8, 5, local=3, rope=_TURNS, rope_dim=4, groups=2, rank=5, rate=3),
+    "compressed_sparse": Compressed(
+        4,
+        6,
+        7,
+        2,
+        _TURNS,
+        4,
+        groups=4,
+        rank=3,
+        rate=2,
+        overlap=True,
+        topk=2,
+        index_heads=7,
+        index_dim=6,
+    ),
+    "compressed_near": Compressed(2, 6, 7, local=4, rope=Rope(), rope_dim=2, rank=4),
     # Norms with a large eps: where a query meets no key, a small one divides by nearly 0, so that rounding the weights
     # alone to 8 bits turns gradients by half their size.
     "delta": DeltaRule(key_heads=3, key_dim=9, value_dim=5, eps=0.3),
@@ -76,6 +94,7 @@ TOWERS: dict[str, dict] = {name: {"attention": a} for name, a in MECHANISMS.item
     "delta_gqa": {"attention": (MECHANISMS["delta_grouped"], MECHANISMS["gqa_rope"])},
     "one_block": {"attention": MECHANISMS["gqa_rope"], "blocks": (0, 0)},
     "borrowing": {"attention": _GROUPED, "borrowing": 1},
+    "streams": {"attention": _GROUPED, "streams": Streams(3, rounds=4)},
     "per_layer": {"attention": _GROUPED, "per_layer": PerLayer(5, VOCAB)},
     "no_first_norm": {"attention": MECHANISMS["mha"], "first_norm": False},
     "norms_plus_one": {"attention": _GROUPED, "norm": Norm(1e-6, rms=True, plus_one=True)},

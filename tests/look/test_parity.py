@@ -224,6 +224,7 @@ def test_envelope_of_int8_is_as_wide_as_its_rounding() -> None:
 # One of each family; the whole of it is `make parity`.
 PRESETS = {family or name: name for name, (family, _) in reversed(regard.PRESETS.items())}
 PAINTER = PRESETS.pop("painter")
+PAIRS = [PRESETS.pop(name) for name in ("clip", "siglip")]
 JUDGED = ("shared against alone", "packed against plain", "packed in shared pages")
 JUDGED += ("unwatched against watched", "graph against plain")
 JUDGED += ("int8 against plain", "int8 in shared pages")
@@ -242,6 +243,12 @@ def _compiled() -> None:
 def test_painter_is_refused() -> None:
     with pytest.raises(UsageError, match="draws pictures of texts, and parity compares token by"):
         sample(preset(PAINTER))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pair_of_models_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="reads texts and images, and parity compares token by"):
+        sample(preset(name))
 
 
 @families

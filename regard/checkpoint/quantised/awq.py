@@ -7,21 +7,11 @@ X.qweight (k n/8) and X.qzeros (g n/8) hold the numbers of eight outputs a word:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
-import torch
 from torch import Tensor
 
-from regard.checkpoint.quantised.numbers import (
-    KEY,
-    Held,
-    Numbers,
-    beside,
-    by_group,
-    fields,
-    fits,
-    whole,
-)
+from regard.checkpoint.quantised.gptq import triples
+from regard.checkpoint.quantised.numbers import KEY, Held, Numbers, fields, out_of_order, whole
 from regard.checkpoint.rules import Data, wrong
 from regard.checkpoint.store import Source
 
@@ -30,29 +20,21 @@ PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 def held(settings: Data, source: Source) -> Iterator[Held]:
-    whole(settings, "bits w_bit", 4, (4,))
-    size = whole(settings, "group_size q_group_size", 128)
+    bits, size = (
+        whole(settings, "bits w_bit", 4, (4,)),
+        whole(settings, "group_size q_group_size", 128),
+    )
     form = str(settings.get("version") or settings.get("format") or "gemm").lower()
     if form != "gemm":
         raise wrong(f"{KEY}.version is {form!r}; Regard reads AWQ's gemm")
-    for words, x in source.items():
-        module = words.removesuffix(".qweight")
-        if module == words or x.dtype != torch.int32 or len(x.shape) != 2:
-            continue
-        k, n = x.shape[0], 8 * x.shape[1]
-        group, count = by_group(k, size)
-        zeros, scales = (beside(source, f"{module}.{p}", words) for p in ("qzeros", "scales"))
-        what = f"4 bits in groups of {group} of {k} x {n}"
-        fits(scales, source, (count, n), what=what)
-        fits(zeros, source, (count, n // 8), what=what)
-        make, dtype = partial(numbers, group), source[scales].dtype
-        what = f"4 bits, a scale and a zero for {group}"
-        parts = (words, zeros, scales)
-        yield Held(f"{module}.weight", parts, (n, k), make, what, dtype, linear=True)
+    yield from triples(source, size, bits, (1, 8), numbers)
 
 
-def numbers(size: int, words: Tensor, zeros: Tensor, scales: Tensor) -> Numbers:
-    return Numbers(outputs(words), scales.t(), outputs(zeros), (1, size))
+def numbers(
+    size: int, name: str, words: Tensor, zeros: Tensor, scales: Tensor, *index: Tensor
+) -> Numbers:
+    group = out_of_order(index[0], size, len(scales), name) if index else None
+    return Numbers(outputs(words), scales.t(), outputs(zeros), (1, size), group)
 
 
 def outputs(words: Tensor) -> Tensor:

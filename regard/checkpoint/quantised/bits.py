@@ -35,6 +35,7 @@ def held(settings: Data, source: Source) -> Iterator[Held]:
         if module != name:
             weight = beside(source, f"{module}.weight", name)
             shape = source[weight].shape
+            fits(weight, source, (*shape[:1], *shape[-1:]), what="matrices", kinds=[torch.int8])
             fits(name, source, shape[:1], (1, *shape[:1]), what=f"{weight}'s outputs")
             order = f"{module}.weight_format"
             if order in source and source[order].read(None).any():
@@ -56,7 +57,8 @@ def four(source: Source, weight: str, kind: str, state: str) -> Held:
     if held != -(-prod(shape) // 2):
         raise UsageError(f"tensor {weight} has {held} bytes, but {state} says {shape} in 4 bits")
     fits(parts[0], source, (16,), what="4 bits")
-    fits(parts[1], source, (blocks,), what=f"blocks of {size} of {shape}")
+    kinds = [torch.uint8] if nested else FLOATS
+    fits(parts[1], source, (blocks,), what=f"blocks of {size} of {shape}", kinds=kinds)
     if nested:
         fits(parts[2], source, (256,), what="largest numbers in 8 bits")
         fits(parts[3], source, (-(-blocks // nested),), what=f"blocks of {nested} of {blocks}")
@@ -74,7 +76,7 @@ def state_of(source: Source, name: str) -> dict[str, Any]:
     if source[name].dtype == torch.uint8 and prod(source[name].shape) <= STATE_BYTES:
         try:
             said = loads(bytes(source[name].read(None).tolist()))
-        except ValueError:
+        except (ValueError, RecursionError):
             said = None
     sizes = said.get("shape") if isinstance(said, dict) else None
     if isinstance(sizes, list) and all(type(n) is int and 0 < n < 2**40 for n in sizes):

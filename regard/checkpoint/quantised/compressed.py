@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,17 +17,20 @@ from torch import Tensor
 from regard.checkpoint.quantised.fp8 import EIGHT
 from regard.checkpoint.quantised.numbers import (
     KEY,
+    WHOLE,
     Held,
     Numbers,
     beside,
     fields,
     fits,
+    is_matrix,
     matches,
+    out_of_order,
     signed,
     whole,
 )
 from regard.checkpoint.rules import Data, wrong
-from regard.checkpoint.store import FLOATS, Source
+from regard.checkpoint.store import Source
 from regard.errors import UsageError
 
 PACKED = "pack-quantized"
@@ -38,17 +40,18 @@ CLASSES = ("Linear", "Embedding")
 
 
 def held(settings: Data, source: Source) -> Iterator[Held]:
-    groups = [checked(settings, group) for group in listed(settings)]
+    groups = list(checked(settings))
     sparse = settings.get("sparsity_config") or {}
-    if sparse and sparse.get("format", "dense") != "dense":
-        raise wrong(f"{KEY}.sparsity_config has format {sparse.get('format')!r}; known: dense")
+    form = sparse.get("format", "dense") if isinstance(sparse, dict) else sparse
+    if form != "dense":
+        raise wrong(f"{KEY}.sparsity_config has format {form!r:.80}; known: dense")
     for name, x in source.items():
         weight = name.removesuffix("_packed")
         packed = name.endswith(".weight_packed")
         scale = weight + "_scale"
-        if packed:
+        if packed and is_matrix(x, torch.int32):
             beside(source, scale, name)
-        elif scale not in source or x.dtype not in (torch.int8, *EIGHT) or len(x.shape) != 2:
+        elif scale not in source or not is_matrix(x, torch.int8, *EIGHT):
             continue
         module = weight.removesuffix(".weight")
         group = group_of(groups, module)
@@ -57,27 +60,24 @@ def held(settings: Data, source: Source) -> Iterator[Held]:
         yield one(source, name, weight, group["weights"], packed)
 
 
-def listed(settings: Data) -> list[Any]:
+def checked(settings: Data) -> Iterator[Data]:
+    """Groups whose settings are what they must be."""
     groups = settings.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise wrong(f"{KEY}.config_groups is {groups!r:.80}; it must say what is packed, and how")
-    return list(groups.values())
-
-
-def checked(settings: Data, group: Any) -> Data:
-    """A group whose settings are what they must be."""
-    group = group if isinstance(group, dict) else {}
-    weights, targets = group.get("weights"), group.get("targets")
-    if not isinstance(weights, dict) or not isinstance(targets, list):
-        raise wrong(f"{KEY}.config_groups has {group!r:.80}; each has targets and weights")
-    form = group.get("format") or settings.get("format")
-    if form not in FORMATS:
-        raise wrong(f"{KEY}.format is {form!r}; Regard reads {', '.join(FORMATS)}")
-    way = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
-    if way not in FORMS:
-        raise wrong(f"{KEY}: weights.strategy is {way!r}; Regard reads {', '.join(FORMS)}")
-    whole(weights, "num_bits", 8, (2, 4, 8) if form == PACKED else (8,))
-    return {"format": form, "targets": targets, "weights": weights | {"strategy": way}}
+    for group in groups.values():
+        said = group if isinstance(group, dict) else {}
+        weights, targets = said.get("weights"), said.get("targets")
+        if not isinstance(weights, dict) or not isinstance(targets, list):
+            raise wrong(f"{KEY}.config_groups has {group!r:.80}; each has targets and weights")
+        form = said.get("format") or settings.get("format")
+        if form not in FORMATS:
+            raise wrong(f"{KEY}.format is {form!r}; Regard reads {', '.join(FORMATS)}")
+        way = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
+        if way not in FORMS:
+            raise wrong(f"{KEY}: weights.strategy is {way!r}; Regard reads {', '.join(FORMS)}")
+        whole(weights, "num_bits", 8, (2, 4, 8) if form == PACKED else (8,))
+        yield {"format": form, "targets": targets, "weights": weights | {"strategy": way}}
 
 
 def group_of(groups: list[Data], module: str) -> Data:
@@ -92,7 +92,7 @@ def group_of(groups: list[Data], module: str) -> Data:
 
 def one(source: Source, name: str, weight: str, said: Data, packed: bool) -> Held:
     bits, way = whole(said, "num_bits", 8), said["strategy"]
-    n, k = source[name].shape if len(source[name].shape) == 2 else (0, 0)
+    n, k = source[name].shape
     each = 32 // bits
     if packed:
         k = inputs(source, name, f"{weight}_shape", n, k * each, each)
@@ -102,24 +102,23 @@ def one(source: Source, name: str, weight: str, said: Data, packed: bool) -> Hel
     what = f"{bits} bits in {form} of {n} x {k}"
     sizes = (count, *((count[:1],) if count[1] == 1 else ()), *(((),) if count == (1, 1) else ()))
     fits(scale, source, *sizes, what=what)
-    if (dtype := source[scale].dtype) not in FLOATS:
-        raise UsageError(f"tensor {scale} is stored as {str(dtype).removeprefix('torch.')}")
     parts = [name, scale]
     uneven = not said.get("symmetric", True)
     if uneven:
         words = packed and way in ("group", "channel")
         beside(source, zero, name)
-        fits(zero, source, *([(-(-n // each), count[1])] if words else sizes), what=what)
+        sizes = ((-(-n // each), count[1]),) if words else sizes
+        fits(zero, source, *sizes, what=what, kinds=[torch.int32 if words else torch.int8])
         parts.append(zero)
     if ordered := way == "group" and index in source:
-        fits(index, source, (k,), what=what)
+        fits(index, source, (k,), what=what, kinds=WHOLE)
         parts.append(index)
     make = partial(numbers, weight, bits, packed, (n, k), block, uneven, ordered)
     kind = "fp8" if source[name].dtype in EIGHT else f"int{bits}"
     share = " x ".join(map(str, block)).removeprefix("1 x ")
     share = {"tensor": "each tensor", "channel": "each output"}.get(way, share)
     what = f"{kind}, a scale{' and a zero' * uneven} for {share}"
-    return Held(weight, tuple(parts), (n, k), make, what, dtype)
+    return Held(weight, tuple(parts), (n, k), make, what, source[scale].dtype)
 
 
 def inputs(source: Source, name: str, shape: str, n: int, most: int, each: int) -> int:
@@ -160,12 +159,6 @@ def numbers(
         q = signed(fields(q, bits)[:, :k], bits)
     if zero is not None and zero.dtype == torch.int32:
         zero = signed(fields(zero.t(), bits)[:, :n], bits).t()
+    group = out_of_order(more[-1], block[1], count[1], name) if ordered else None
     zero = None if zero is None else zero.reshape(count)
-    group = more[-1].long() if ordered else None
-    # All -1: they lie in order.
-    plain = torch.arange(k, device=q.device) // block[1]
-    if group is not None and (bool((group == -1).all()) or torch.equal(group, plain)):
-        group = None
-    if group is not None and bool((group < 0).any() or (group >= count[1]).any()):
-        raise UsageError(f"tensor {name}: its g_idx names groups that it does not have")
     return Numbers(q, scale.reshape(count), zero, block, group)

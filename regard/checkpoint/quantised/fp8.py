@@ -13,12 +13,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from regard.checkpoint.quantised.numbers import KEY, Held, Numbers
+from regard.checkpoint.quantised.numbers import KEY, Held, Numbers, fits
 from regard.checkpoint.rules import Data, wrong
-from regard.checkpoint.store import Source
+from regard.checkpoint.store import FLOATS, Source
 from regard.errors import UsageError
 
 EIGHT = (torch.float8_e4m3fn, torch.float8_e5m2)
+SCALES = (*FLOATS, torch.float8_e8m0fnu, torch.uint8)
 
 
 def held(settings: Data, source: Source) -> Iterator[Held]:
@@ -30,8 +31,9 @@ def held(settings: Data, source: Source) -> Iterator[Held]:
     for name, x in source.items():
         scales = (name + "_scale_inv", name + "_scale")
         scale = next((s for s in scales if s in source), "")
-        if x.dtype not in EIGHT or not scale or len(x.shape) < 2:
+        if x.dtype not in EIGHT or not scale or len(x.shape) < 2 or 0 in x.shape:
             continue
+        fits(scale, source, source[scale].shape, what="", kinds=SCALES)
         form, what = form_of(name, x.shape, source[scale].shape, size)
         yield Held(name, (name, scale), x.shape, partial(numbers, form), f"fp8, {what}")
 

@@ -28,8 +28,10 @@ def held(settings: Data, source: Source) -> Iterator[Held]:
         if name == blocks or x.dtype != torch.uint8:
             continue
         scales = beside(source, name + "_scales", blocks)
-        *outer, count = source[scales].shape
-        fits(blocks, source, (*outer, count, BYTES), what=f"its scales {source[scales].shape}")
+        *outer, count = shape = source[scales].shape or (0,)
+        what = f"its scales {shape}"
+        fits(blocks, source, (*outer, count, BYTES), what=what, kinds=[torch.uint8])
+        fits(scales, source, shape, what=what, kinds=[torch.uint8])
         yield Held(
             name, (blocks, scales), (*outer, SHARED * count), numbers,
             f"mxfp4, a scale for {SHARED}", torch.bfloat16, turned=True,

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from regard.checkpoint.rules import Data, wrong
-from regard.checkpoint.store import Source
+from regard.checkpoint.store import FLOATS, Source, Stored
 from regard.errors import UsageError
 from regard.kernels.packed import E4M3, GROUPS, Packed
 
 ROWS = 1024  # that are unpacked at once
 KEY = "quantization_config"
+WHOLE = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -127,11 +128,23 @@ def beside(source: Source, name: str, first: str) -> str:
     return name
 
 
-def fits(name: str, source: Source, *shapes: tuple[int, ...], what: str) -> None:
-    """A tensor has one of these shapes; `what` asks for them."""
-    if (shape := source[name].shape) not in shapes:
+def fits(
+    name: str, source: Source, *shapes: tuple[int, ...], what: str, kinds: Iterable[torch.dtype] = FLOATS
+) -> None:  # fmt: skip
+    """A tensor has one of these shapes, which `what` asks for, and one of these types."""
+    shape, dtype = source[name].shape, source[name].dtype
+    if shape not in shapes:
         some = " or ".join(map(str, dict.fromkeys(shapes)))
         raise UsageError(f"tensor {name} has shape {shape}, but {what} ask for {some}")
+    if dtype not in kinds:
+        known = " or ".join(str(kind).removeprefix("torch.") for kind in kinds)
+        stored = str(dtype).removeprefix("torch.")
+        raise UsageError(f"tensor {name} is stored as {stored}; here it must be {known}")
+
+
+def is_matrix(x: Stored, *kinds: torch.dtype) -> bool:
+    """Whether a tensor is a matrix of one of these types."""
+    return x.dtype in kinds and len(x.shape) == 2 and 0 not in x.shape
 
 
 def whole(settings: Data, names: str, default: Any, known: Iterable[int] = ()) -> int:
@@ -145,10 +158,15 @@ def whole(settings: Data, names: str, default: Any, known: Iterable[int] = ()) -
     return value
 
 
-def by_group(count: int, size: int) -> tuple[int, int]:
-    """How many inputs share a scale, and how many such groups there are."""
-    size = count if size == -1 else size
-    return size, -(-count // size)
+def out_of_order(index: Tensor, size: int, count: int, name: str) -> Tensor | None:
+    """The group of each input, or None where they lie in order, `size` in each. (All -1 says that, too.)"""
+    index = index.long()
+    plain = torch.arange(len(index), device=index.device) // size
+    if bool((index == -1).all()) or torch.equal(index, plain):
+        return None
+    if bool((index < 0).any() or (index >= count).any()):
+        raise UsageError(f"tensor {name}: its g_idx names groups that it does not have")
+    return index
 
 
 def fields(words: Tensor, bits: int) -> Tensor:
@@ -177,8 +195,10 @@ def matches(pattern: str, module: str) -> bool:
             return re.match(pattern[3:], module) is not None
         except re.error as error:
             raise wrong(f"{KEY}: {pattern!r} is not a regular expression ({error})") from None
-    any_of = re.escape(f".{pattern}.").replace(r"\*", ".*")
-    return re.search(any_of, f".{module}.") is not None
+    module, parts = f".{module}.", f".{pattern}.".split("*")
+    if len(parts) == 1:
+        return parts[0] in module
+    return re.search(".*".join(map(re.escape, parts)), module) is not None
 
 
 def check_left_out(settings: Mapping[str, Any], packed: Iterable[Held]) -> None:

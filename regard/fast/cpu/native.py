@@ -58,7 +58,7 @@ class Native(Join):
         if not all(part is None or isinstance(part, _Native) for part in parts):
             return new
         # Without padding tokens would no longer lie where their own vectors do.
-        if new.tables is not None:
+        if module.config.reads_ids:
             return new
         recorded = isinstance(new.norm, NativeNorm | None) and all(map(_recorded, new.blocks))
         if module.relative is not None or module.out is not None or not recorded:
@@ -91,7 +91,7 @@ def _recorded(block: nn.Module) -> bool:
         return False
     if ORDERS[block.order].around not in (before, after):
         return False
-    if block.input is not None or block.gain is not None:
+    if block.input is not None or block.gain is not None or block.mix1 is not None:
         return False
     norms = (block.norm1, block.norm2, block.norm3)
     if not all(isinstance(norm, NativeNorm | None) for norm in norms):

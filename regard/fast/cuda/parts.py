@@ -92,7 +92,7 @@ class GraphExperts(MixtureOfExperts):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         c = self.config
-        if c.groups > 1 or c.gains or not (self.fast and ready(x)):
+        if c.groups > 1 or c.gains or c.score == "sqrtsoftplus" or not (self.fast and ready(x)):
             return super().route(x)
         sigmoid = c.score == "sigmoid"
         more: dict[str, Any] = {"normalized": c.normalized, "correction": self.correction}

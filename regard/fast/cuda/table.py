@@ -61,8 +61,10 @@ def why_not(model: Model) -> str:
         return "its attention to the source has latents, or a gate"
     if tower.out_dim is not None:
         return "its tower has a layer behind its last norm"
-    if tower.per_layer is not None or tower.borrowing:
+    if tower.reads_ids or tower.borrowing:
         return "its layers read keys of others, or tables of their own"
+    if tower.streams or any(a.kind == "compressed" for a in tower.each("attention")):
+        return "it has several streams, or keys that stand for many tokens"
     if c.head is None or c.head.kind != "lm":
         return "it has no language-model head"
     if position is not None and getattr(position, "skip", None) is not None:
@@ -182,6 +184,8 @@ class Cuda(Specialise):
     def experts(self, m: MixtureOfExperts) -> nn.Module:
         if why := unlike(m, FeedForward, nn.ModuleDict):
             return self.generic(m, why)
+        if m.config.limit is not None and not m.config.raised:
+            return self.generic(m, "nothing is added to up")
         new = self.copy_as(GraphExperts, m)
         biases = None
         if m.gate_bias is not None and m.up_bias is not None and m.down_bias is not None:
