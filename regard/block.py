@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from regard.attention import Attention, Context, CrossAttention
 from regard.attention.multihead import GroupedQueryAttention
 from regard.cache import CacheSpec
-from regard.config import Amount, Choice, Count, Excludes, Fraction, Kinds, Whole, settings
+from regard.config import (
+    Amount,
+    Choice,
+    Count,
+    Excludes,
+    Fraction,
+    Kinds,
+    Positive,
+    Whole,
+    settings,
+)
 from regard.errors import UsageError
 from regard.layers import (
     MLP,
@@ -24,6 +34,7 @@ from regard.layers import (
     Norm,
     Norms,
     RMSNorm,
+    ScaledAdd,
     UnitNorm,
     activation,
 )
@@ -42,12 +53,12 @@ FEED_FORWARDS: dict[str, type[FeedForwardConfig]] = {"mlp": MLP, "moe": MoE}
 FeedForwards = Annotated[FeedForwardConfig, Kinds(FEED_FORWARDS)]
 
 
-def own_norms(ffn: FeedForwardConfig) -> bool:
+def own_norms(ffn: FeedForwardConfig | None) -> bool:
     """Whether a feed-forward reads the stream by norms of its own."""
     return getattr(ffn, "normed", None) is not None
 
 
-def by_id(ffn: FeedForwardConfig) -> bool:
+def by_id(ffn: FeedForwardConfig | None) -> bool:
     """Whether a feed-forward is told the tokens' ids."""
     return bool(getattr(ffn, "hashed", 0))
 
@@ -221,7 +232,8 @@ class Tower:
     dim: Count  # width of the stream
     layers: Count  # blocks
     attention: Attention | tuple[Attention, ...]  # of each block
-    ffn: FeedForwards | tuple[FeedForwards, ...]  # of each block
+    # of each block; None: a block has none (Mamba)
+    ffn: FeedForwards | tuple[FeedForwards | None, ...] | None
     # attention to an encoder's states
     cross: (
         Annotated[CrossAttention, Excludes("cross.rope", APART), Excludes("cross.window", APART)]
@@ -229,8 +241,8 @@ class Tower:
     ) = None
     memory_dim: Count | None = None  # width of what `cross` attends to; default: dim
     norm: Norms = Norm()  # of each part; "batch": BatchNorm
-    # where it stands: pre, post, sandwich, inner, parallel, shared
-    order: Annotated[str, Choice(ORDERS)] = "pre"
+    # where it stands: pre, post, sandwich, inner, parallel, shared; one for all layers, or one per layer
+    order: Annotated[str, Choice(ORDERS)] | tuple[Annotated[str, Choice(ORDERS)], ...] = "pre"
     final_norm: bool = True  # one more at the end (pre)
     causal: bool = True  # a token sees those before it alone
     relative: Relative | None = None  # a bias on scores by distance
@@ -242,6 +254,7 @@ class Tower:
     path_drop: Fraction = 0.0  # share of rows to which a part adds nothing in a step of training
     # what parts add, each feature times a trained number that starts at this (DINOv2)
     layer_scale: Amount | None = None
+    residual_gain: Positive = 1.0  # what each part adds is multiplied by it (Granite)
     # False: a part replaces the stream instead of adding to it, to see what the sum is for
     residual: bool = True
     first_norm: bool = True  # False: the first attention reads the embedding as it is (ModernBERT)
@@ -257,15 +270,12 @@ class Tower:
     kind: str = "tower"
 
     def __post_init__(self) -> None:
-        if self.layer_scale is not None and ORDERS[self.order].added:
-            raise UsageError(f"order {self.order!r} norms what is added; leave layer_scale out")
-        if ORDERS[self.order].parallel and self.cross is not None:
-            raise UsageError(f"order {self.order!r} has no cross-attention; choose pre or post")
-        for name in ("attention", "ffn"):
+        for name in ("attention", "ffn", "order"):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != self.layers:
                 given = f"{name} lists {len(value)} layers, layers={self.layers}"
                 raise UsageError(f"{given}; give one, or one per layer")
+        self._check_orders()
         if not self.first_norm and (self.order != "pre" or self.blocks is not None):
             raise UsageError("first_norm=False is for order 'pre' and layers that share no block")
         if self.blocks is not None:
@@ -273,15 +283,13 @@ class Tower:
             if len(self.blocks) != self.layers or used != list(range(len(used))):
                 given = f"blocks={list(self.blocks)} must give each of {self.layers} layers"
                 raise UsageError(f"{given} its block, from 0 on without a gap")
-            parts = set(zip(self.blocks, self.each("attention"), self.each("ffn"), strict=True))
-            if len(parts) != len(used):
+            kinds = (self.each(name) for name in ("attention", "ffn", "order"))
+            if len(set(zip(self.blocks, *kinds, strict=True))) != len(used):
                 raise UsageError("layers that share a block must have one attention and one ffn")
-        if self.order in ("post", "parallel", "shared") and any(map(own_norms, self.each("ffn"))):
-            raise UsageError(f"ffn.normed: order {self.order!r} has another norm; choose sandwich")
-        if self.streams and (self.order != "pre" or self.cross or self.per_layer or self.gained):
-            raise UsageError("streams are for order 'pre' alone: no cross, per_layer or gained")
-        if self.streams and not self.residual:
-            raise UsageError("streams are sums; leave residual out")
+        for name in ("chunk", "temperature"):
+            if getattr(self.cross, name, None) is not None:
+                raise UsageError(f"cross.{name}: {APART}; leave it out")
+        self._check_streams()
         self._check_borrowing()
         heads = {a.heads for a in self.each("attention")}
         if self.relative and any(a.kind == "compressed" for a in self.each("attention")):
@@ -289,6 +297,25 @@ class Tower:
         if self.relative is not None and heads != {self.relative.heads}:
             given = f"relative.heads={self.relative.heads}"
             raise UsageError(f"{given}, but attention has {sorted(heads)} heads")
+
+    def _check_orders(self) -> None:
+        for order, ffn in zip(self.each("order"), self.each("ffn"), strict=True):
+            if self.layer_scale is not None and ORDERS[order].added:
+                raise UsageError(f"order {order!r} norms what is added; leave layer_scale out")
+            if ORDERS[order].parallel and self.cross is not None:
+                raise UsageError(f"order {order!r} has no cross-attention; choose pre or post")
+            if order in ("post", "parallel", "shared") and own_norms(ffn):
+                raise UsageError(f"ffn.normed: order {order!r} has another norm; choose sandwich")
+
+    def _check_streams(self) -> None:
+        if self.streams is None:
+            return
+        if self.order != "pre" or self.cross or self.per_layer or self.gained:
+            raise UsageError("streams are for order 'pre' alone: no cross, per_layer or gained")
+        if not self.residual:
+            raise UsageError("streams are sums; leave residual out")
+        if None in self.each("ffn"):
+            raise UsageError("streams are mixed around attention and feed-forward; give an ffn")
 
     def _check_borrowing(self) -> None:
         attentions, own = self.each("attention"), self.layers - self.borrowing
@@ -319,7 +346,7 @@ class Tower:
         return self.out_dim or self.dim
 
     def each(self, name: str) -> tuple[Any, ...]:
-        """The config of `name` ("attention" or "ffn") for every layer."""
+        """What `name` ("attention", "ffn" or "order") is for every layer."""
         value = getattr(self, name)
         return value if isinstance(value, tuple) else (value,) * self.layers
 
@@ -331,10 +358,10 @@ class Tower:
 class Block(nn.Module):
     """Self-attention, optional cross-attention, feed-forward; each adds itself to the stream."""
 
-    def __init__(self, config: Tower, attention: Attention, ffn: FeedForwards):
+    def __init__(self, config: Tower, attention: Attention, ffn: FeedForwards | None, name: str):
         super().__init__()
-        c, dim, order = config, config.dim, ORDERS[config.order]
-        self.order, self.residual = c.order, c.residual
+        c, dim, order = config, config.dim, ORDERS[name]
+        self.order, self.residual = name, c.residual
 
         def norm() -> nn.Module | None:
             return c.norm.make(dim) if order.outer else None
@@ -342,15 +369,18 @@ class Block(nn.Module):
         def add(dropped: bool) -> Add:
             scale = None if c.layer_scale is None else LayerScale(dim, c.layer_scale)
             normed = c.norm.make(dim) if order.added else scale
-            return Add(c.dropout if dropped else 0.0, normed, c.path_drop)
+            how = (c.dropout if dropped else 0.0, normed, c.path_drop)
+            return Add(*how) if c.residual_gain == 1.0 else ScaledAdd(c.residual_gain, *how)
 
         self.attention, self.norm1 = attention.make(dim, add=add(c.attention_dropped)), norm()
         self.cross, self.norm2 = None, None
         if c.cross is not None:
             self.cross = c.cross.make(dim, c.memory_dim, add(c.attention_dropped))
             self.norm2 = norm()
-        self.ffn = ffn.make(dim, add(c.ffn_dropped))
-        self.norm3 = None if order.shared or own_norms(ffn) else norm()
+        self.ffn, self.norm3 = None, None
+        if ffn is not None:
+            self.ffn = ffn.make(dim, add(c.ffn_dropped))
+            self.norm3 = None if order.shared or own_norms(ffn) else norm()
         self.hashed = by_id(ffn)
         self.input = None if c.per_layer is None else LayerInput(c.per_layer, dim)
         self.gain = Gain() if c.gained else None
@@ -359,8 +389,10 @@ class Block(nn.Module):
         self.mix3 = None if mixed is None else Mix(mixed, dim)
 
     def forward(self, x: Tensor, ctx: Context, cross: Context | None = None) -> Tensor:
-        feed: Any = partial(self.ffn, ids=ctx.ids) if self.hashed else self.ffn
-        if ORDERS[self.order].parallel:
+        feed: Any = self.ffn
+        if self.hashed:
+            feed = partial(feed, ids=ctx.ids)
+        if ORDERS[self.order].parallel and feed is not None:
             return self.end(self.both(x, feed, ctx), ctx)
         if self.mix1 is not None and self.mix3 is not None:
             x = self.mix1(x, lambda y: self.attention(_normed(self.norm1, y), ctx))
@@ -368,7 +400,7 @@ class Block(nn.Module):
         x = self.around(self.norm1, self.attention, x, ctx)
         if self.cross is not None:
             x = self.around(self.norm2, self.cross, x, cross)
-        return self.end(self.around(self.norm3, feed, x), ctx)
+        return self.end(x if feed is None else self.around(self.norm3, feed, x), ctx)
 
     def both(self, x: Tensor, feed: Any, ctx: Context) -> Tensor:
         """Attention and feed-forward of one stream, by norms of their own or by one."""
@@ -409,10 +441,12 @@ class Stack(nn.Module):
     def __init__(self, config: Tower):
         super().__init__()
         c = self.config = config
-        layers = zip(c.blocks or range(c.layers), c.each("attention"), c.each("ffn"), strict=True)
+        kinds = zip(c.each("attention"), c.each("ffn"), c.each("order"), strict=True)
+        layers = zip(c.blocks or range(c.layers), kinds, strict=True)
         blocks: dict[int, Block] = {}
         self.blocks = nn.ModuleList(
-            blocks[i] if i in blocks else blocks.setdefault(i, Block(c, a, f)) for i, a, f in layers
+            blocks[i] if i in blocks else blocks.setdefault(i, Block(c, *kind))
+            for i, kind in layers
         )
         if not c.first_norm:
             blocks[0].norm1 = None

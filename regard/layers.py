@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Annotated, Protocol
 
@@ -135,14 +136,15 @@ class PlusOneNorm(nn.LayerNorm):
 
 
 class UnitNorm(nn.Module):
-    """An RMS norm without weights: x / sqrt(mean(x^2) + eps)."""
+    """x / sqrt(mean(x^2) + eps): an RMSNorm without a weight, the mean in float32 (Llama 4)."""
 
     def __init__(self, eps: float):
         super().__init__()
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], None, self.eps)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return F.rms_norm(wide, x.shape[-1:], None, self.eps).to(x.dtype)
 
 
 class Gain(nn.Module):
@@ -183,6 +185,24 @@ class Add(nn.Module):
         return y if residual is None else plus(residual, y)
 
 
+class ScaledAdd(Add):
+    """Times `gain` before it is added (Granite)."""
+
+    def __init__(
+        self,
+        gain: float,
+        dropout: float = 0.0,
+        norm: nn.Module | None = None,
+        path: float = 0.0,
+    ):
+        super().__init__(dropout, norm, path)
+        self.gain = gain
+
+    def forward(self, y: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = super().forward(y) * self.gain
+        return y if residual is None else plus(residual, y)
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
@@ -192,6 +212,36 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu2": lambda x: F.relu(x).square(),
 }
+
+
+class Xielu(nn.Module):
+    """xIELU (Huang and Schlag 2025, arXiv:2411.13010): a x^2 + b x above 0, c (e^x - 1 - x) + b x below, with trained
+    a = softplus(alpha_p) and c = b + softplus(alpha_n). b and the x next to 0 at which e^x - 1 stops are kept with the
+    weights, and no gradient changes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha_p, self.alpha_n = (nn.Parameter(torch.empty(1)) for _ in "pn")
+        self.beta = nn.Parameter(torch.empty(()), requires_grad=False)
+        self.eps = nn.Parameter(torch.empty(()), requires_grad=False)
+        self.start()
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """a and c are 0.8."""
+        for weight, value in ((self.alpha_p, 0.8), (self.alpha_n, 0.3)):
+            nn.init.constant_(weight, math.log(math.expm1(value)))
+        nn.init.constant_(self.beta, 0.5)
+        nn.init.constant_(self.eps, -1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, c = F.softplus(self.alpha_p), self.beta + F.softplus(self.alpha_n)
+        below = (torch.expm1(torch.minimum(x, self.eps)) - x) * c
+        return torch.where(x > 0, a * x * x, below) + self.beta * x
+
+
+# Activations with weights of their own, for feed-forwards alone.
+TRAINED: dict[str, type[nn.Module]] = {"xielu": Xielu}
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
@@ -224,7 +274,8 @@ class FeedForward(Renamed, nn.Module):
     def __init__(self, config: MLP, dim: int, add: Add | None = None):
         super().__init__()
         c = config
-        self.config, self.act = c, activation(c.activation)
+        trained = TRAINED.get(c.activation)
+        self.config, self.act = c, trained() if trained else activation(c.activation)
         self.gate = nn.Linear(dim, c.ffn_dim, bias=c.bias) if c.gated else None
         self.up = nn.Linear(dim, c.ffn_dim, bias=c.bias)
         self.down = nn.Linear(c.ffn_dim, dim, bias=c.bias)
@@ -263,6 +314,7 @@ class LM:
     tied: bool = True  # the embedding is the head's matrix
     bias: bool = False  # on the logits
     scaled: bool = False  # hidden times dim^-0.5 first (T5 v1.0)
+    logit_gain: Positive = 1.0  # hidden times it first (Granite)
     trained: bool = True  # the bias; BART and Marian keep theirs as it was loaded
     logit_softcap: Positive | None = None  # logits are c tanh(z / c)
     kind: str = "lm"
@@ -377,7 +429,9 @@ class LMHead(nn.Module):
         """What the vocabulary's weights are multiplied by."""
         if self.dense is not None and self.act is not None and self.norm is not None:
             return self.norm(self.act(self.dense(h)))
-        return h * h.shape[-1] ** -0.5 if isinstance(self.config, LM) and self.config.scaled else h
+        gain = 1.0 if isinstance(self.config, MLM) else self.config.logit_gain
+        gain = gain * h.shape[-1] ** -0.5 if getattr(self.config, "scaled", False) else gain
+        return h if gain == 1.0 else h * gain
 
     def forward(self, h: Tensor, embedding: Tensor) -> Tensor:
         weight = embedding if self.weight is None else self.weight

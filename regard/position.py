@@ -13,7 +13,7 @@ from typing import Annotated, Protocol
 import torch
 from torch import Tensor, nn
 
-from regard.config import Amount, Choice, Count, Kinds, Positive, Share, Whole, settings
+from regard.config import Amount, Choice, Count, Kinds, Positive, Real, Share, Whole, settings
 from regard.errors import UsageError
 
 # --- vectors added to the embeddings ------------------------------------------------------------------------------
@@ -365,6 +365,22 @@ def _pairs(x: Tensor, r: int, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     if layout == "half":
         return x[..., : r // 2], x[..., r // 2 : r], x[..., r:]
     return x[..., 0:r:2], x[..., 1:r:2], x[..., r:]
+
+
+@settings
+class Temperature:
+    """Queries at position p times 1 + scale ln(1 + floor((p + offset) / length)): in a longer text weights stay as
+    sharp (arXiv:2501.19399)."""
+
+    length: Count  # positions that share a factor
+    scale: Real  # how much sharper
+    offset: Whole = 0  # 1: positions are counted from 1 (Llama 4)
+    kind: str = "temperature"
+
+    def gain(self, pos: Tensor, dtype: torch.dtype) -> Tensor:
+        """The factors of positions (b t): (b t 1 1)."""
+        steps = (pos.clamp(min=0) + self.offset) // self.length
+        return (1 + self.scale * torch.log1p(steps.to(dtype)))[..., None, None]
 
 
 # --- biases added to the scores -----------------------------------------------------------------------------------

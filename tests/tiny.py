@@ -34,8 +34,10 @@ def tiny(name: str, **more: Any) -> regard.Model:
     has = set_somewhere(to_dict(PRESETS[name][1]()))
     changes = {key: value for key, value in TINY.items() if key in has}
     # Dense ones first, attention last.
-    if "deepseek" in name or "next" in name:
+    if "deepseek" in name or "next" in name or "hybrid" in name:
         changes["layers"] = 4
+    if "kimi" in name:
+        changes["layers"] = 5
     # Of heads of 4.
     if "pythia" in name:
         changes["partial"] = 0.5

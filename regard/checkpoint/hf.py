@@ -247,9 +247,11 @@ def read_config(theirs: Data, family: Family, architecture: str) -> Any:
 
 def _modern(source: Source, family: Family) -> Source:
     """Today's names for those of older folders: bodies saved alone leave out the first part
-    (`h.0...` for `transformer.h.0...`), and BERT's norms say gamma and beta."""
+    (`h.0...` for `transformer.h.0...`), BERT's norms say gamma and beta, and a family may have spellings of its own."""
     names = {n: n.replace("LayerNorm.gamma", "LayerNorm.weight") for n in source}
     names = {n: new.replace("LayerNorm.beta", "LayerNorm.bias") for n, new in names.items()}
+    for pattern, written in family.spellings.items():
+        names = {n: re.sub(pattern, written, new) for n, new in names.items()}
     if family.base and not any(n.startswith(family.base) for n in names):
         heads = {n.split(".")[0] for table in family.head_rows.values() for n in table}
         bare = {n for n in names if n.split(".")[0] not in heads}

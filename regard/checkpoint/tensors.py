@@ -110,6 +110,20 @@ TOKENS = Op(
 TAPS = Op(lambda theirs, *_: [theirs[0][:, 0]], lambda ours, *_: [ours[0][:, None]])
 
 
+def _taps_apart(ours: list[Tensor], _: int, config: Any) -> list[Tensor]:
+    delta = next(a for a in config.tower.each("attention") if a.kind == "delta")
+    keys = delta.key_heads * delta.key_dim
+    return [x[:, None] for x in ours[0].split([keys, keys, delta.heads * delta.value_dim])]
+
+
+# One for q, k and v each.
+TAPS_APART = Op(lambda theirs, *_: [torch.cat(theirs)[:, 0]], _taps_apart)
+# A number for each head: theirs (1 1 h 1).
+BY_HEAD = Op(
+    lambda theirs, *_: [theirs[0].flatten()], lambda ours, *_: [ours[0][None, None, :, None]]
+)
+
+
 @dataclass(frozen=True)
 class To:
     """Where tensors of theirs go: our name, or several apart by spaces, and the operation between.

@@ -18,7 +18,7 @@ import copy
 import platform
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -36,13 +36,24 @@ from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.ordered import agrees, cancelling, dots
 from regard.attention.scores import Additive, Bilinear, Hard
 from regard.attention.sparse import Indexer, SparseAttention, fp8_dots
+from regard.attention.ssd import StateSpaceDual
+from regard.attention.state import StateMechanism
 from regard.block import LayerInput, LayerTables, Mix
 from regard.errors import UsageError
 from regard.fast.cpu import Prepared
 from regard.fast.cpu.join import SteadyLatent
 from regard.fast.specialise import Replacement, replace, share
 from regard.kernels.linear import Packed, packs
-from regard.layers import FeedForward, Gain, LabelHead, LayerScale, LMHead, Projection, RMSNorm
+from regard.layers import (
+    FeedForward,
+    Gain,
+    LabelHead,
+    LayerScale,
+    LMHead,
+    Projection,
+    RMSNorm,
+    Xielu,
+)
 from regard.models import Model
 from regard.models.embedding import PatchEmbedding, TokenEmbedding
 from regard.models.recurrent import Recurrence
@@ -222,6 +233,11 @@ class SteadyChooser(CompressedIndexer):
         return joined(dots, w)
 
 
+class SteadyXielu(Xielu):
+    def forward(self, x: Tensor) -> Tensor:
+        return Steady(super().forward)(x)
+
+
 class SteadyGrouped(SteadyParts, GroupedQueryAttention):
     pass
 
@@ -230,18 +246,21 @@ def _recall(k: Tensor, s: Tensor) -> Tensor:
     return (k[:, :, None] * s.mT).contiguous().sum(-1)
 
 
-class SteadyDelta(SteadyParts, GatedDeltaRule):
+class SteadyState(SteadyParts, StateMechanism):
     """Token after token, each sum along the last axis."""
 
-    def rule(
+    corrects: ClassVar[bool]
+
+    def steady(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor,
-        fresh: Tensor | None = None, keep: Tensor | None = None
+        fresh: Tensor | None, keep: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         found, befores = [], [s]
         for i in range(0, q.shape[1], CHUNK):
             at = slice(i, i + CHUNK)
             new = None if fresh is None else fresh[:, at]
-            o, s = recurrent(q[:, at], k[:, at], v[:, at], g[:, at], beta[:, at], s, new, _recall)
+            read = (q[:, at], k[:, at], v[:, at], g[:, at], beta[:, at])
+            o, s = recurrent(*read, s, new, _recall, self.corrects)
             found.append(o)
             befores.append(s)
         row = torch.arange(len(s))
@@ -253,6 +272,27 @@ class SteadyDelta(SteadyParts, GatedDeltaRule):
 
     def softplus(self, x: Tensor) -> Tensor:
         return SOFTPLUS(x)
+
+
+class SteadyDelta(SteadyState, GatedDeltaRule):
+    corrects = True
+
+    def rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor,
+        fresh: Tensor | None = None, keep: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        return self.steady(q, k, v, g, beta, s, fresh, keep)
+
+
+class SteadyDual(SteadyState, StateSpaceDual):
+    corrects = False
+
+    def rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor,
+        fresh: Tensor | None = None, keep: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        o, s, before = self.steady(q, k, v, g, beta, s, fresh, keep)
+        return o + self.skip[:, None] * v, s, before
 
 
 class SteadySparse(SparseAttention):
@@ -323,7 +363,8 @@ def _steady(kind: type[nn.Module]) -> Replacement:
         new = share(kind, plain)
         new.products = Products()  # type: ignore[assignment]
         # An activation rounds its last few numbers otherwise.
-        if callable(getattr(plain, "act", None)):
+        act = getattr(plain, "act", None)
+        if callable(act) and not isinstance(act, nn.Module):
             new.act = Steady(plain.act)  # type: ignore[assignment]
         if isinstance(plain, MixtureOfExperts):
             bias = None if plain.router.bias is None else plain.router.bias.float()
@@ -337,6 +378,7 @@ GATE, SOFTPLUS = Steady(torch.sigmoid), Steady(F.softplus)
 TABLE: dict[type, Replacement] = {
     nn.Linear: _steady(SteadyLinear),
     FeedForward: _steady(FeedForward),
+    Xielu: _steady(SteadyXielu),
     LMHead: _steady(SteadyHead),
     LabelHead: _steady(LabelHead),
     Projection: _steady(Projection),
@@ -344,6 +386,7 @@ TABLE: dict[type, Replacement] = {
     GroupedQueryAttention: _steady(SteadyGrouped),
     LatentAttention: _steady(SteadyLatent),
     GatedDeltaRule: _steady(SteadyDelta),
+    StateSpaceDual: _steady(SteadyDual),
     SparseAttention: _steady(SteadySparse),
     Indexer: _steady(SteadyIndexer),
     Additive: _steady(SteadyAdditive),

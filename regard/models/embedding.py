@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.config import Count, Divides, Fraction, Needs, Whole, settings
+from regard.config import Count, Divides, Fraction, Needs, Positive, Whole, settings
 from regard.errors import UsageError
 from regard.layers import Norm
 from regard.mask import Span
@@ -24,6 +24,7 @@ class Tokens:
     position: Positions | None = None  # what is added for the place
     types: Whole = 0  # segment types (BERT: 2)
     scaled: bool = False  # times sqrt(dim)
+    token_gain: Positive = 1.0  # times it (Granite)
     norm: Norm | None = None  # of the sum
     dropout: Fraction = 0.0  # of the sum, in training
     width: Count | None = None  # of the table, where it is not the tower's
@@ -57,7 +58,7 @@ class TokenEmbedding(nn.Module):
         self.types = None if types is None else nn.Parameter(types)
         self.norm = c.norm.make(added) if c.norm else None
         self.dropout = nn.Dropout(c.dropout)
-        self.scale = dim**0.5 if c.scaled else 1.0
+        self.scale = (dim**0.5 if c.scaled else 1.0) * c.token_gain
 
     def forward(self, ids: Tensor, pos: Span, types: Tensor | None = None) -> Tensor:
         x = F.embedding(ids, self.weight)

@@ -20,6 +20,7 @@ from regard.layers import (
     Projection,
     RMSNorm,
     TokenBatchNorm,
+    Xielu,
 )
 from regard.models.embedding import PatchEmbedding, TokenEmbedding
 from regard.models.pair import Pair
@@ -75,6 +76,8 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
                 (part.var, 1.0),
             ):
                 nn.init.constant_(weight, value)
+        elif isinstance(part, Xielu):
+            part.start()
         elif isinstance(part, MixtureOfExperts):
             for weight in (part.gate, part.up, part.down):
                 _matrix(weight, start)

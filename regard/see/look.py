@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.attention import DSA, GQA, MLA, DeltaRule
+from regard.attention import DSA, GQA, MLA, SSD, DeltaRule
 from regard.block import Tower
 from regard.checkpoint import load
 from regard.data.pictures import Pictures, load_arrays
@@ -404,6 +404,7 @@ SAID: dict[type, Callable[[Any], str]] = {
     MLA: lambda a: f"mla, latent of {a.latent}",
     DSA: lambda a: f"{_kind(a.attention)}; dsa chooses {a.topk} keys",
     DeltaRule: lambda a: "delta rule, a state that weighs no tokens",
+    SSD: lambda a: "state-space dual, a state that weighs no tokens",
 }
 
 

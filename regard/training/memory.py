@@ -183,10 +183,10 @@ def _of_towers(config: Any, run: Pass) -> Activations:
         tower = getattr(config, name, None)
         if tower is None:
             continue
-        every = [(name, *kind) for kind in zip(tower.each("attention"), tower.each("ffn"))]
+        parts = ("attention", "ffn", "order")
+        every = [(name, *kind) for kind in zip(*map(tower.each, parts))]
         pairs = [kind for kind in dict.fromkeys(every) for _ in range(2)]
-        _, attention, ffn = zip(*pairs)
-        few = {"layers": len(pairs), "attention": attention, "ffn": ffn, "blocks": None}
+        few = dict(zip(parts, list(zip(*pairs))[1:])) | {"layers": len(pairs), "blocks": None}
         short[name] = replace(tower, **few, layer_drop=0.0)
         kinds += pairs
         layers += every

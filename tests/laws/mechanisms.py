@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from regard.attention import DSA, GQA, MLA, Attention, Compressed, Context, DeltaRule
+from regard.attention import DSA, GQA, MLA, SSD, Attention, Compressed, Context, DeltaRule
 from regard.block import PerLayer, Streams, Tower
 from regard.layers import LM, MLP, Norm
 from regard.mask import Causal, Mask, Span
@@ -44,6 +44,7 @@ MECHANISMS: dict[str, Attention] = {
     "mla": _LATENT,
     "mla_query_latent": MLA(3, latent=10, head_dim=6, rope_dim=4, query_latent=7, rope=Rope()),
     "mla_plain": MLA(3, latent=7, normed=False, bias=True, out_bias=True),
+    "mla_no_positions": MLA(3, latent=10, head_dim=6, rope_dim=4),
     "mla_wide_value": MLA(3, latent=8, head_dim=5, value_dim=9, query_latent=8, normed=False),
     "mla_window": MLA(3, latent=10, head_dim=6, rope_dim=4, rope=Rope(), window=5),
     # the indexer is told positions, by RoPE or by sinusoids: equal tokens would tie but for rounding
@@ -75,10 +76,17 @@ MECHANISMS: dict[str, Attention] = {
     # alone to 8 bits turns gradients by half their size.
     "delta": DeltaRule(key_heads=3, key_dim=9, value_dim=5, eps=0.3),
     "delta_grouped": DeltaRule(2, value_heads=6, key_dim=10, value_dim=7, conv=2, eps=0.3),
+    "delta_channels": DeltaRule(
+        3, None, 9, 5, 3, 0.3, channels=True, rank=4, gate="sigmoid", reach=2.0
+    ),
+    "ssd": SSD(heads=6, head_dim=5, groups=2, key_dim=7, conv=3, bias=True, eps=0.3),
+    "ssd_bounded": SSD(
+        3, 4, key_dim=9, conv_bias=False, eps=0.3, least=0.2, most=0.9, steps=(0.1, 2.0)
+    ),
 }
 
 # States are seen by no probe and go from left to right alone.
-STATES = [name for name, config in MECHANISMS.items() if isinstance(config, DeltaRule)]
+STATES = [name for name, config in MECHANISMS.items() if isinstance(config, (DeltaRule, SSD))]
 
 TOWERS: dict[str, dict] = {name: {"attention": a} for name, a in MECHANISMS.items()} | {
     "gqa_t5": {"attention": GQA(4, 2), "relative": T5Bias(4, 8, 16, causal=True)},
@@ -90,6 +98,12 @@ TOWERS: dict[str, dict] = {name: {"attention": a} for name, a in MECHANISMS.item
     "softcap_sinks_t5": {
         "attention": GQA(4, 2, softcap=2.0, sinks=True),
         "relative": T5Bias(4, 8, 16, causal=True),
+    },
+    "ssd_alone": {"attention": MECHANISMS["ssd"], "ffn": None},
+    "ssd_gqa": {
+        "attention": (MECHANISMS["ssd"], MECHANISMS["gqa_rope"]),
+        "ffn": (None, MLP(32, "gelu")),
+        "order": ("pre", "inner"),
     },
     "delta_gqa": {"attention": (MECHANISMS["delta_grouped"], MECHANISMS["gqa_rope"])},
     "one_block": {"attention": MECHANISMS["gqa_rope"], "blocks": (0, 0)},

@@ -60,8 +60,8 @@ def preset(name: str, device: str | None = None) -> Model:
     present = sizes(regard.PRESETS[name][1]())
     kept = {k: v for k, v in SMALL.items() if present.get(k) is not None}
     if any(isinstance(present.get(part), tuple) for part in ("attention", "ffn")):
-        # Their kinds take turns.
-        kept["layers"] = 4
+        # Their kinds take turns; Kimi's attention is the fifth.
+        kept["layers"] = 5 if "channels" in present and "latent" in present else 4
     if "kv_heads" in kept and present["kv_heads"] == present["heads"]:
         kept["kv_heads"] = kept["heads"]
     if "topk" in kept:

@@ -103,7 +103,11 @@ class Join(Specialise):
         parts = {}
         for name, join in (("attention", self.attention), ("cross", self.cross)):
             part = getattr(module, name)
-            if type(part) is GroupedQueryAttention and not unlike(part, *ADAPTED):
+            if type(part) is not GroupedQueryAttention:
+                continue
+            if why := unlike(part, *ADAPTED):
+                self.rows[type(part).__name__, f"plain: {why}"] += 1
+            else:
                 parts[name] = join(part)
                 self.rows[type(part).__name__, type(parts[name]).__name__] += 1
         return self.copy(module, **parts)

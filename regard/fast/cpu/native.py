@@ -177,7 +177,7 @@ class NativeAttention(_Native, JoinedAttention):
         o = attend_one(q, k, v, pos, **more, bias=bias)
         if ctx.probe is not None:
             terms = Terms(self.scale, None if bias is None else bias[:, :, None])
-            _show(ctx, layer, q[:, None], ctx.visible(cache.span, c.window), terms)
+            _show(ctx, layer, q[:, None], self.visible(cache.span, ctx), terms)
         return o.unsqueeze(1)
 
 
