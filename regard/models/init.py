@@ -56,6 +56,9 @@ def start_of(config: Any) -> Start:
     return Start("uniform" if getattr(tower, "order", "") == "post" else "gpt2")
 
 
+BIASED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.LayerNorm)
+
+
 @torch.no_grad()
 def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
     """Draw all weights anew, in place. Cells of recurrent models keep torch's own start. `layers`: of the body that a
@@ -94,8 +97,7 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
             for bias in part.relative.modules():
                 for weight in bias.parameters() if isinstance(bias, RelativeBias) else ():
                     nn.init.normal_(weight, std=start.std / inputs**0.5)
-        convolved = isinstance(part, (nn.Conv1d, nn.Conv2d))
-        if (convolved or isinstance(part, (nn.Linear, nn.LayerNorm))) and part.bias is not None:
+        if isinstance(part, BIASED) and part.bias is not None:
             nn.init.zeros_(part.bias)
         _rarer(part, start)
     if start.scheme in ("clip", "siglip"):
