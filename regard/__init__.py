@@ -21,7 +21,7 @@ from typing import Any
 from regard.errors import VERSION as __version__  # noqa: F401
 
 _HOME = {
-    "regard.attention": "ATTENTION BACKENDS CROSS DSA DeltaRule GQA MLA Context attend",
+    "regard.attention": "ATTENTION BACKENDS CROSS DSA DeltaRule GQA MLA SSD Context attend",
     "regard.block": "FEED_FORWARDS ORDERS Order Tower",
     "regard.cache": "LAYOUTS CacheSpec Contiguous Paged Ring",
     "regard.checkpoint": "from_hf load",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, Protocol
 
 import torch
@@ -13,9 +14,30 @@ from torch import Tensor, nn
 from regard.attention import Attention, Context, CrossAttention
 from regard.attention.multihead import GroupedQueryAttention
 from regard.cache import CacheSpec
-from regard.config import Amount, Choice, Count, Excludes, Fraction, Kinds, Whole, settings
+from regard.config import (
+    Amount,
+    Choice,
+    Count,
+    Excludes,
+    Fraction,
+    Kinds,
+    Positive,
+    Whole,
+    settings,
+)
 from regard.errors import UsageError
-from regard.layers import MLP, Add, Gain, Norm, Norms, RMSNorm, activation
+from regard.layers import (
+    MLP,
+    Add,
+    Gain,
+    LayerScale,
+    Norm,
+    Norms,
+    RMSNorm,
+    ScaledAdd,
+    UnitNorm,
+    activation,
+)
 from regard.mask import Causal, Full, Mask
 from regard.moe import MoE
 from regard.position import Relative
@@ -31,9 +53,14 @@ FEED_FORWARDS: dict[str, type[FeedForwardConfig]] = {"mlp": MLP, "moe": MoE}
 FeedForwards = Annotated[FeedForwardConfig, Kinds(FEED_FORWARDS)]
 
 
-def own_norms(ffn: FeedForwardConfig) -> bool:
+def own_norms(ffn: FeedForwardConfig | None) -> bool:
     """Whether a feed-forward reads the stream by norms of its own."""
     return getattr(ffn, "normed", None) is not None
+
+
+def by_id(ffn: FeedForwardConfig | None) -> bool:
+    """Whether a feed-forward is told the tokens' ids."""
+    return bool(getattr(ffn, "hashed", 0))
 
 
 # --- a vector of its own for each layer and token ------------------------------------------------------------------
@@ -81,6 +108,76 @@ class LayerInput(nn.Module):
 
     def forward(self, x: Tensor, given: Tensor) -> Tensor:
         return x + self.norm(self.project(self.act(self.gate(x)) * given))
+
+
+# --- several streams ----------------------------------------------------------------------------------------------
+
+
+@settings
+class Streams:
+    """Hyper-connections (Zhu et al. 2024, arXiv:2409.19606), held to doubly stochastic matrices (DeepSeek-V4): `count`
+    streams X (n m) instead of one. A part f reads p X and gives X' = M^T X + w f(norm(p X)).
+
+    The numbers p, w and M are made of X for each token: (s_1 u, s_2 v, s_3 N) + b of a linear layer on all streams,
+    normed without weights; p = sigmoid(u) + eps, w = 2 sigmoid(v), M = softmax(N) + eps, whose columns and rows are
+    then divided by their sums, `rounds` times by turns. At the end the streams are summed by such a p."""
+
+    count: Count = 4  # n
+    rounds: Count = 20  # of Sinkhorn and Knopp
+    eps: Amount = 1e-6  # added to what is divided by
+    norm_eps: Amount = 1e-6  # of the norm
+    kind: str = "streams"
+
+
+class Mix(nn.Module):
+    """The numbers that streams are mixed by, in float32 at least."""
+
+    wide = ("weight", "bias", "scale")
+
+    def __init__(self, config: Streams, dim: int, last: bool = False):
+        super().__init__()
+        c, self.config, n = config, config, config.count
+        size = n if last else (2 + n) * n
+        self.weight = nn.Parameter(torch.empty(size, n * dim).normal_(std=0.02))
+        self.bias = nn.Parameter(torch.zeros(size))
+        self.scale = nn.Parameter(torch.ones(1 if last else 3))
+        self.norm = UnitNorm(c.norm_eps)
+
+    def numbers(self, x: Tensor) -> Tensor:
+        """(b t n m) -> (b t size), before scale and bias."""
+        kind = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            return self.product(self.norm(x.flatten(2).to(kind)), self.weight.to(kind), None)
+
+    def read(self, x: Tensor, u: Tensor) -> Tensor:
+        """p X."""
+        p = self.sigmoid(u) + self.config.eps
+        return (p[..., None] * x).sum(2).to(x.dtype)
+
+    def end(self, x: Tensor) -> Tensor:
+        """One stream of all."""
+        return self.read(x, self.numbers(x) * self.scale + self.bias)
+
+    def forward(self, x: Tensor, part: Normed) -> Tensor:
+        n, eps = self.config.count, self.config.eps
+        each = self.numbers(x).split([n, n, n * n], -1)
+        pairs = zip(each, self.scale, self.bias.split([n, n, n * n]), strict=True)
+        u, v, m = (y * s + b for y, s, b in pairs)
+        mix = m.unflatten(-1, (n, n)).softmax(-1) + eps
+        mix = mix / (mix.sum(-2, keepdim=True) + eps)
+        for _ in range(self.config.rounds - 1):
+            mix = mix / (mix.sum(-1, keepdim=True) + eps)
+            mix = mix / (mix.sum(-2, keepdim=True) + eps)
+        y = part(self.read(x, u))
+        # Row after row: a product of matrices so small would sum otherwise in other company.
+        moved = (mix.to(x.dtype)[..., None] * x[..., None, :]).sum(2)
+        return 2 * self.sigmoid(v).to(x.dtype)[..., None] * y[:, :, None] + moved
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x)
 
 
 # --- orders of a block --------------------------------------------------------------------------------------------
@@ -135,7 +232,8 @@ class Tower:
     dim: Count  # width of the stream
     layers: Count  # blocks
     attention: Attention | tuple[Attention, ...]  # of each block
-    ffn: FeedForwards | tuple[FeedForwards, ...]  # of each block
+    # of each block; None: a block has none (Mamba)
+    ffn: FeedForwards | tuple[FeedForwards | None, ...] | None
     # attention to an encoder's states
     cross: (
         Annotated[CrossAttention, Excludes("cross.rope", APART), Excludes("cross.window", APART)]
@@ -143,8 +241,8 @@ class Tower:
     ) = None
     memory_dim: Count | None = None  # width of what `cross` attends to; default: dim
     norm: Norms = Norm()  # of each part; "batch": BatchNorm
-    # where it stands: pre, post, sandwich, inner, parallel, shared
-    order: Annotated[str, Choice(ORDERS)] = "pre"
+    # where it stands: pre, post, sandwich, inner, parallel, shared; one for all layers, or one per layer
+    order: Annotated[str, Choice(ORDERS)] | tuple[Annotated[str, Choice(ORDERS)], ...] = "pre"
     final_norm: bool = True  # one more at the end (pre)
     causal: bool = True  # a token sees those before it alone
     relative: Relative | None = None  # a bias on scores by distance
@@ -153,6 +251,10 @@ class Tower:
     ffn_dropped: bool = True  # False: only on what attention adds (ALBERT, ModernBERT)
     end_dropped: bool = False  # True: on what leaves the tower too (T5)
     layer_drop: Fraction = 0.0  # share of layers that a step of training leaves out
+    path_drop: Fraction = 0.0  # share of rows to which a part adds nothing in a step of training
+    # what parts add, each feature times a trained number that starts at this (DINOv2)
+    layer_scale: Amount | None = None
+    residual_gain: Positive = 1.0  # what each part adds is multiplied by it (Granite)
     # False: a part replaces the stream instead of adding to it, to see what the sum is for
     residual: bool = True
     first_norm: bool = True  # False: the first attention reads the embedding as it is (ModernBERT)
@@ -162,16 +264,18 @@ class Tower:
     borrowing: Whole = 0
     per_layer: PerLayer | None = None  # a vector for each layer and token, beside the stream
     gained: bool = False  # what a block gives is multiplied by a number (Gemma 4)
+    streams: Streams | None = None  # several, mixed around each part (DeepSeek-V4)
+    # width of what leaves it, by a linear layer without a bias (OPT 350M); default: dim
+    out_dim: Count | None = None
     kind: str = "tower"
 
     def __post_init__(self) -> None:
-        if ORDERS[self.order].parallel and self.cross is not None:
-            raise UsageError(f"order {self.order!r} has no cross-attention; choose pre or post")
-        for name in ("attention", "ffn"):
+        for name in ("attention", "ffn", "order"):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != self.layers:
                 given = f"{name} lists {len(value)} layers, layers={self.layers}"
                 raise UsageError(f"{given}; give one, or one per layer")
+        self._check_orders()
         if not self.first_norm and (self.order != "pre" or self.blocks is not None):
             raise UsageError("first_norm=False is for order 'pre' and layers that share no block")
         if self.blocks is not None:
@@ -179,16 +283,39 @@ class Tower:
             if len(self.blocks) != self.layers or used != list(range(len(used))):
                 given = f"blocks={list(self.blocks)} must give each of {self.layers} layers"
                 raise UsageError(f"{given} its block, from 0 on without a gap")
-            parts = set(zip(self.blocks, self.each("attention"), self.each("ffn"), strict=True))
-            if len(parts) != len(used):
+            kinds = (self.each(name) for name in ("attention", "ffn", "order"))
+            if len(set(zip(self.blocks, *kinds, strict=True))) != len(used):
                 raise UsageError("layers that share a block must have one attention and one ffn")
-        if self.order in ("post", "parallel") and any(map(own_norms, self.each("ffn"))):
-            raise UsageError(f"ffn.normed: order {self.order!r} has another norm; choose sandwich")
+        for name in ("chunk", "temperature"):
+            if getattr(self.cross, name, None) is not None:
+                raise UsageError(f"cross.{name}: {APART}; leave it out")
+        self._check_streams()
         self._check_borrowing()
         heads = {a.heads for a in self.each("attention")}
+        if self.relative and any(a.kind == "compressed" for a in self.each("attention")):
+            raise UsageError("entries of compressed attention have no distance; leave relative out")
         if self.relative is not None and heads != {self.relative.heads}:
             given = f"relative.heads={self.relative.heads}"
             raise UsageError(f"{given}, but attention has {sorted(heads)} heads")
+
+    def _check_orders(self) -> None:
+        for order, ffn in zip(self.each("order"), self.each("ffn"), strict=True):
+            if self.layer_scale is not None and ORDERS[order].added:
+                raise UsageError(f"order {order!r} norms what is added; leave layer_scale out")
+            if ORDERS[order].parallel and self.cross is not None:
+                raise UsageError(f"order {order!r} has no cross-attention; choose pre or post")
+            if order in ("post", "parallel", "shared") and own_norms(ffn):
+                raise UsageError(f"ffn.normed: order {order!r} has another norm; choose sandwich")
+
+    def _check_streams(self) -> None:
+        if self.streams is None:
+            return
+        if self.order != "pre" or self.cross or self.per_layer or self.gained:
+            raise UsageError("streams are for order 'pre' alone: no cross, per_layer or gained")
+        if not self.residual:
+            raise UsageError("streams are sums; leave residual out")
+        if None in self.each("ffn"):
+            raise UsageError("streams are mixed around attention and feed-forward; give an ffn")
 
     def _check_borrowing(self) -> None:
         attentions, own = self.each("attention"), self.layers - self.borrowing
@@ -202,14 +329,24 @@ class Tower:
             why = f"borrowing={self.borrowing} of {self.layers} layers"
             raise UsageError(f"{why}: each must find the same attention, a gqa, in one before them")
 
+    @property
+    def reads_ids(self) -> bool:
+        """Whether a part of it is told which tokens the stream is made of."""
+        return self.per_layer is not None or any(map(by_id, self.each("ffn")))
+
     def lender(self, layer: int) -> int | None:
         """The layer whose keys and values this one reads, or None if it has its own."""
         attentions, own = self.each("attention"), self.layers - self.borrowing
         same = (i for i in reversed(range(own)) if attentions[i] == attentions[layer])
         return next(same) if layer >= own else None
 
+    @property
+    def outputs(self) -> int:
+        """The width of what leaves it."""
+        return self.out_dim or self.dim
+
     def each(self, name: str) -> tuple[Any, ...]:
-        """The config of `name` ("attention" or "ffn") for every layer."""
+        """What `name` ("attention", "ffn" or "order") is for every layer."""
         value = getattr(self, name)
         return value if isinstance(value, tuple) else (value,) * self.layers
 
@@ -221,41 +358,56 @@ class Tower:
 class Block(nn.Module):
     """Self-attention, optional cross-attention, feed-forward; each adds itself to the stream."""
 
-    def __init__(self, config: Tower, attention: Attention, ffn: FeedForwards):
+    def __init__(self, config: Tower, attention: Attention, ffn: FeedForwards | None, name: str):
         super().__init__()
-        c, dim, order = config, config.dim, ORDERS[config.order]
-        self.order, self.residual = c.order, c.residual
+        c, dim, order = config, config.dim, ORDERS[name]
+        self.order, self.residual = name, c.residual
 
         def norm() -> nn.Module | None:
             return c.norm.make(dim) if order.outer else None
 
         def add(dropped: bool) -> Add:
-            return Add(c.dropout if dropped else 0.0, c.norm.make(dim) if order.added else None)
+            scale = None if c.layer_scale is None else LayerScale(dim, c.layer_scale)
+            normed = c.norm.make(dim) if order.added else scale
+            how = (c.dropout if dropped else 0.0, normed, c.path_drop)
+            return Add(*how) if c.residual_gain == 1.0 else ScaledAdd(c.residual_gain, *how)
 
         self.attention, self.norm1 = attention.make(dim, add=add(c.attention_dropped)), norm()
         self.cross, self.norm2 = None, None
         if c.cross is not None:
             self.cross = c.cross.make(dim, c.memory_dim, add(c.attention_dropped))
             self.norm2 = norm()
-        self.ffn = ffn.make(dim, add(c.ffn_dropped))
-        self.norm3 = None if order.shared or own_norms(ffn) else norm()
+        self.ffn, self.norm3 = None, None
+        if ffn is not None:
+            self.ffn = ffn.make(dim, add(c.ffn_dropped))
+            self.norm3 = None if order.shared or own_norms(ffn) else norm()
+        self.hashed = by_id(ffn)
         self.input = None if c.per_layer is None else LayerInput(c.per_layer, dim)
         self.gain = Gain() if c.gained else None
+        mixed = c.streams
+        self.mix1 = None if mixed is None else Mix(mixed, dim)
+        self.mix3 = None if mixed is None else Mix(mixed, dim)
 
     def forward(self, x: Tensor, ctx: Context, cross: Context | None = None) -> Tensor:
-        if ORDERS[self.order].parallel:
-            return self.end(self.both(x, ctx), ctx)
+        feed: Any = self.ffn
+        if self.hashed:
+            feed = partial(feed, ids=ctx.ids)
+        if ORDERS[self.order].parallel and feed is not None:
+            return self.end(self.both(x, feed, ctx), ctx)
+        if self.mix1 is not None and self.mix3 is not None:
+            x = self.mix1(x, lambda y: self.attention(_normed(self.norm1, y), ctx))
+            return self.mix3(x, lambda y: feed(_normed(self.norm3, y)))
         x = self.around(self.norm1, self.attention, x, ctx)
         if self.cross is not None:
             x = self.around(self.norm2, self.cross, x, cross)
-        return self.end(self.around(self.norm3, self.ffn, x), ctx)
+        return self.end(x if feed is None else self.around(self.norm3, feed, x), ctx)
 
-    def both(self, x: Tensor, ctx: Context) -> Tensor:
+    def both(self, x: Tensor, feed: Any, ctx: Context) -> Tensor:
         """Attention and feed-forward of one stream, by norms of their own or by one."""
         if self.norm3 is not None:
-            return self.ffn(self.norm3(x), self.around(self.norm1, self.attention, x, ctx))
+            return feed(self.norm3(x), self.around(self.norm1, self.attention, x, ctx))
         normed = x if self.norm1 is None else self.norm1(x)
-        return self.ffn(normed, self.around(lambda _: normed, self.attention, x, ctx))
+        return feed(normed, self.around(lambda _: normed, self.attention, x, ctx))
 
     def end(self, x: Tensor, ctx: Context) -> Tensor:
         """The stream after both parts, as this block gives it."""
@@ -263,7 +415,7 @@ class Block(nn.Module):
             x = self.input(x, ctx.memo["per layer"][:, :, ctx.layer])
         return x if self.gain is None else self.gain(x)
 
-    def around(self, norm: Normed | None, part: nn.Module, x: Tensor, *ctx: Any) -> Tensor:
+    def around(self, norm: Normed | None, part: Any, x: Tensor, *ctx: Any) -> Tensor:
         """The stream after a part, which adds x itself, where there is a residual."""
         normed = _same if norm is None else norm
         return ORDERS[self.order].around(normed, part, x, x if self.residual else None, *ctx)
@@ -271,6 +423,10 @@ class Block(nn.Module):
 
 def _same(x: Tensor) -> Tensor:
     return x
+
+
+def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 def _at(ctx: Context, cache: Any, layer: int, site: str) -> Context:
@@ -285,10 +441,12 @@ class Stack(nn.Module):
     def __init__(self, config: Tower):
         super().__init__()
         c = self.config = config
-        layers = zip(c.blocks or range(c.layers), c.each("attention"), c.each("ffn"), strict=True)
+        kinds = zip(c.each("attention"), c.each("ffn"), c.each("order"), strict=True)
+        layers = zip(c.blocks or range(c.layers), kinds, strict=True)
         blocks: dict[int, Block] = {}
         self.blocks = nn.ModuleList(
-            blocks[i] if i in blocks else blocks.setdefault(i, Block(c, a, f)) for i, a, f in layers
+            blocks[i] if i in blocks else blocks.setdefault(i, Block(c, *kind))
+            for i, kind in layers
         )
         if not c.first_norm:
             blocks[0].norm1 = None
@@ -301,9 +459,11 @@ class Stack(nn.Module):
             reader.borrow(lender)
             source.lends = lender
         tables = c.per_layer
+        self.mix = None if c.streams is None else Mix(c.streams, c.dim, last=True)
         self.tables = None if tables is None else LayerTables(tables, c.dim, c.layers)
         self.relative = c.relative.make() if c.relative else None
         self.norm = c.norm.make(c.dim) if c.final_norm else None
+        self.out = nn.Linear(c.dim, c.out_dim, bias=False) if c.out_dim else None
         self.dropout = nn.Dropout(c.dropout if c.end_dropped else 0.0)
 
     def cache_specs(self, part: str = "attention") -> list[CacheSpec]:
@@ -323,6 +483,8 @@ class Stack(nn.Module):
         if self.tables is not None:
             assert ctx.ids is not None
             ctx.memo["per layer"] = self.tables(ctx.ids, x)
+        if self.config.streams is not None:
+            x = x[:, :, None].expand(-1, -1, self.config.streams.count, -1)
         for i, block in enumerate(self.blocks):
             drop = self.config.layer_drop
             if drop and self.training and drop > torch.rand([]):
@@ -330,4 +492,6 @@ class Stack(nn.Module):
             self_ctx = _at(ctx, self_cache, i, f"{ctx.site}{i}.self")
             cross_ctx = cross and _at(cross, cross_cache, i, f"{ctx.site}{i}.cross")
             x = block(x, self_ctx, cross_ctx)
-        return self.dropout(x if self.norm is None else self.norm(x))
+        x = x if self.mix is None else self.mix.end(x)
+        x = x if self.norm is None else self.norm(x)
+        return self.dropout(x if self.out is None else self.out(x))

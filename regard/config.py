@@ -111,7 +111,9 @@ class Choice(Rule):
     known: Collection[str]
 
     def check(self, name: str, part: Part) -> None:
-        check_choice(f"{part.path}.{name}", part.values[name], self.known)
+        value = part.values[name]
+        for each in value if isinstance(value, tuple) else (value,):
+            check_choice(f"{part.path}.{name}", each, self.known)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -437,7 +439,7 @@ def walk(data: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, 
 def _fit_layers(tower: dict[str, Any]) -> None:
     """Settings listed layer by layer follow a new number of layers: cut, or the last one repeated. Layers that are all
     alike then are not a list."""
-    for key in ("attention", "ffn", "blocks"):
+    for key in ("attention", "ffn", "order", "blocks"):
         each = tower.get(key)
         if isinstance(each, list):
             each = (each + each[-1:] * tower["layers"])[: tower["layers"]]

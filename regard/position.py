@@ -13,7 +13,7 @@ from typing import Annotated, Protocol
 import torch
 from torch import Tensor, nn
 
-from regard.config import Amount, Choice, Count, Kinds, Positive, Share, Whole, settings
+from regard.config import Amount, Choice, Count, Kinds, Positive, Real, Share, Whole, settings
 from regard.errors import UsageError
 
 # --- vectors added to the embeddings ------------------------------------------------------------------------------
@@ -367,6 +367,22 @@ def _pairs(x: Tensor, r: int, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     return x[..., 0:r:2], x[..., 1:r:2], x[..., r:]
 
 
+@settings
+class Temperature:
+    """Queries at position p times 1 + scale ln(1 + floor((p + offset) / length)): in a longer text weights stay as
+    sharp (arXiv:2501.19399)."""
+
+    length: Count  # positions that share a factor
+    scale: Real  # how much sharper
+    offset: Whole = 0  # 1: positions are counted from 1 (Llama 4)
+    kind: str = "temperature"
+
+    def gain(self, pos: Tensor, dtype: torch.dtype) -> Tensor:
+        """The factors of positions (b t): (b t 1 1)."""
+        steps = (pos.clamp(min=0) + self.offset) // self.length
+        return (1 + self.scale * torch.log1p(steps.to(dtype)))[..., None, None]
+
+
 # --- biases added to the scores -----------------------------------------------------------------------------------
 
 
@@ -397,9 +413,13 @@ class T5Bias:
 
 @settings
 class Alibi:
-    """score - slope_h |q - k| (Press et al. 2022): slopes are a geometric series."""
+    """score - scale slope_h |q - k| (Press et al. 2022): slopes are a geometric series. `coarse`, for causal towers:
+    slopes, and what they make of a key's position, are rounded to bfloat16 (Falcon), so that far from the beginning
+    keys in a row have the same bias."""
 
     heads: Count  # a slope for each
+    scale: Positive = 1.0  # of all slopes
+    coarse: bool = False  # rounded to bfloat16
     kind: str = "alibi"
 
     def make(self) -> RelativeBias:
@@ -416,10 +436,21 @@ class RelativeBias(nn.Module):
             self.weight = nn.Parameter(torch.empty(config.buckets, config.heads))
             nn.init.normal_(self.weight, std=0.02)
 
+    @property
+    def by_distance(self) -> bool:
+        """Whether it depends on distance alone."""
+        return not (isinstance(self.config, Alibi) and self.config.coarse)
+
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
         distance = k[:, None, :] - q[:, :, None]  # b t s
         if isinstance(self.config, Alibi):
-            slopes = alibi_slopes(self.config.heads).to(q.device)
+            c = self.config
+            slopes = alibi_slopes(c.heads).to(q.device)
+            if c.coarse:
+                narrow = slopes.bfloat16()[:, None]
+                heights = (narrow * k.clamp(min=0)[:, None]).float()  # b h s
+                return c.scale * (heights[:, :, None] - (narrow.float() * q[:, None])[..., None])
+            slopes = c.scale * slopes
             return -slopes[:, None, None] * distance.abs()[:, None]
         bucket = t5_bucket(distance, self.config)
         return self.weight[bucket].permute(0, 3, 1, 2)

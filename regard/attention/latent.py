@@ -29,7 +29,8 @@ class MLA:
     heads: Count  # query heads
     latent: Count  # c
     head_dim: Count | None = None  # d, the part of a head without positions; default: dim / heads
-    rope_dim: Annotated[Whole, Needs("rope", such="Rope()")] = 0  # r
+    # r, the part of a key that all heads share: turned where there is a rope (Kimi Linear has none)
+    rope_dim: Whole = 0
     value_dim: Count | None = None  # e; default: head_dim
     query_latent: Count | None = None  # rank of the queries; default: they are not compressed
     # rotary positions of the r features

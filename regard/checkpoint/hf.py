@@ -25,7 +25,7 @@ from regard.checkpoint.blame import Looked, blaming, naming, said
 from regard.checkpoint.families import FAMILIES, INERT, MULTIMODAL
 from regard.checkpoint.multimodal import language_model
 from regard.checkpoint.quantised import Packing
-from regard.checkpoint.rules import Data, Family, check_kinds, get, put, wrong
+from regard.checkpoint.rules import Data, Family, Nested, check_kinds, get, put, wrong
 from regard.checkpoint.store import FLOATS, Source
 from regard.checkpoint.tensors import SAME, Step, steps
 from regard.config import from_dict, to_dict
@@ -137,6 +137,9 @@ def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -
         _check_counts({k: v for k, v in theirs.items() if k in family.keys}, LAYERS, count)
         config, repeated = _settle(read_config(theirs, family, architecture), family, source)
         _name_unknown(theirs, family.keys | INERT | set(family.aliases), f"transformers' {kind}")
+        for name, r in family.rules:
+            if isinstance(r, Nested):
+                _name_unknown(r.part(name, theirs), r.keys | INERT, f"transformers' {kind}.{name}")
         with naming(theirs, family, architecture):
             _check_counts(to_dict(config), ("experts",), count)
             model = _empty(config, theirs)
@@ -244,9 +247,11 @@ def read_config(theirs: Data, family: Family, architecture: str) -> Any:
 
 def _modern(source: Source, family: Family) -> Source:
     """Today's names for those of older folders: bodies saved alone leave out the first part
-    (`h.0...` for `transformer.h.0...`), and BERT's norms say gamma and beta."""
+    (`h.0...` for `transformer.h.0...`), BERT's norms say gamma and beta, and a family may have spellings of its own."""
     names = {n: n.replace("LayerNorm.gamma", "LayerNorm.weight") for n in source}
     names = {n: new.replace("LayerNorm.beta", "LayerNorm.bias") for n, new in names.items()}
+    for pattern, written in family.spellings.items():
+        names = {n: re.sub(pattern, written, new) for n, new in names.items()}
     if family.base and not any(n.startswith(family.base) for n in names):
         heads = {n.split(".")[0] for table in family.head_rows.values() for n in table}
         bare = {n for n in names if n.split(".")[0] not in heads}
@@ -313,13 +318,15 @@ def _check(steps: list[Step], source: Source) -> list[str]:
     """Every tensor is there and has its shape; returns those that no rule names."""
     wanted = {n: shape for s in steps for n, shape in zip(s.theirs, s.their_shapes(), strict=True)}
     left = [name for name in source if name not in wanted]
+    whole = {name for s in steps for name in s.theirs if s.op.whole}
     for name, shape in wanted.items():
         if name not in source:
             hint = _near(name, left) or f"{len(left)} are left over, none with a name like it"
             raise UsageError(f"tensor {name} is missing from the weights; {hint}")
         if (stored := source[name].shape) != shape:
             raise UsageError(f"tensor {name} has shape {stored}, the config asks for {shape}")
-        if (kind := source[name].dtype) not in FLOATS:
+        counts = source[name].dtype is torch.int64 and name in whole
+        if (kind := source[name].dtype) not in FLOATS and not counts:
             known = f"weights must be one of {', '.join(map(dtype_name, FLOATS))}"
             but = "(float8 only with quantization_config and its scales)"
             raise UsageError(f"tensor {name} is stored as {dtype_name(kind)}; {known} {but}")

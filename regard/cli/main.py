@@ -19,6 +19,7 @@ from regard.see.format import visible
 COMMANDS = {
     "generate": "answer a prompt (text or ids), greedily, drawn, or by beam search",
     "translate": "translate lines with an encoder-decoder; --align shows which words belong together",
+    "transcribe": "speech in a wav file as text, or as English text",
     "chat": "a conversation, turn by turn",
     "serve": "an OpenAI-compatible server over models on this machine",
     "warm": "compile and measure, once, what the first requests would wait for",

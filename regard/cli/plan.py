@@ -221,6 +221,7 @@ def describe(model: Any) -> str:
     vectors = getattr(getattr(c, "embedding", None) or getattr(c, "target", None), "position", None)
     place = last.relative or vectors
     kind = f"{'gated ' if ffn.gated else ''}{ffn.activation}" if isinstance(ffn, MLP) else "experts"
+    kind = "no feed-forward" if ffn is None else kind
     words = (
         " and ".join(f"{tower.layers} layers x {tower.dim}" for tower in towers),
         f"{heads}heads ({first.kind})",

@@ -226,6 +226,8 @@ class _Parts:
         }
         parts["attention"] = self.mechanism(plain.attention, name, "attention", source)
         parts["cross"] = self.mechanism(plain.cross, name, "cross-attention", source)
+        if plain.ffn is None:
+            return self.part(Seen, plain, f"{name}output", source, **parts)
         kind = WatchedExperts if isinstance(plain.ffn, MixtureOfExperts) else WatchedFeedForward
         inside: dict[str, nn.Module] = {
             "add": self.added(plain.ffn.add, name, "feed-forward", source)

@@ -183,10 +183,10 @@ def _of_towers(config: Any, run: Pass) -> Activations:
         tower = getattr(config, name, None)
         if tower is None:
             continue
-        every = [(name, *kind) for kind in zip(tower.each("attention"), tower.each("ffn"))]
+        parts = ("attention", "ffn", "order")
+        every = [(name, *kind) for kind in zip(*map(tower.each, parts))]
         pairs = [kind for kind in dict.fromkeys(every) for _ in range(2)]
-        _, attention, ffn = zip(*pairs)
-        few = {"layers": len(pairs), "attention": attention, "ffn": ffn, "blocks": None}
+        few = dict(zip(parts, list(zip(*pairs))[1:])) | {"layers": len(pairs), "blocks": None}
         short[name] = replace(tower, **few, layer_drop=0.0)
         kinds += pairs
         layers += every
@@ -285,7 +285,7 @@ def _inputs(model: Any, run: Pass) -> tuple[Tensor, dict[str, Any]]:
 
     def read(embedding: Any, length: int) -> Tensor:
         if isinstance(embedding, Patches):
-            return torch.zeros(run.rows, embedding.channels, embedding.size, embedding.size)
+            return torch.zeros(run.rows, *embedding.shape)
         most = None if embedding is None else context(model.config.max_len, embedding)
         return torch.zeros(run.rows, min(length, most or length), dtype=torch.long)
 

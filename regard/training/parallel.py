@@ -457,7 +457,7 @@ def check(model: nn.Module, degree: int) -> None:
     blocks = [m for m in model.modules() if isinstance(m, Block)]
     looks = [a for block in blocks for a in attentions(block)]
     grouped = [a for a in looks if type(a) is GroupedQueryAttention]
-    mixed = [block for block in blocks if type(block.ffn) is not FeedForward]
+    mixed = [block for block in blocks if type(block.ffn) not in (FeedForward, type(None))]
     stacks = [m for m in model.modules() if isinstance(m, Stack)]
     reasons = {
         "it has no blocks": not blocks,

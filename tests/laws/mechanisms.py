@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from regard.attention import DSA, GQA, MLA, Attention, Context, DeltaRule
-from regard.block import PerLayer, Tower
+from regard.attention import DSA, GQA, MLA, SSD, Attention, Compressed, Context, DeltaRule
+from regard.block import PerLayer, Streams, Tower
 from regard.layers import LM, MLP, Norm
 from regard.mask import Causal, Mask, Span
 from regard.models import Tokens, Transformer, TransformerConfig
@@ -21,6 +21,7 @@ TIGHT = {
     "atol": 1e-10,
 }  # float64 rounding after a few layers; a wrong formula is far off
 
+_TURNS = Rope(layout="interleaved")
 _LATENT = MLA(heads=3, latent=10, head_dim=6, rope_dim=4, rope=Rope(layout="interleaved"))
 _GROUPED = GQA(heads=6, kv_heads=2, head_dim=8, rope=Rope())
 _SOME = Rope(scaling=Proportional(share=0.4, factor=1.5))
@@ -43,6 +44,7 @@ MECHANISMS: dict[str, Attention] = {
     "mla": _LATENT,
     "mla_query_latent": MLA(3, latent=10, head_dim=6, rope_dim=4, query_latent=7, rope=Rope()),
     "mla_plain": MLA(3, latent=7, normed=False, bias=True, out_bias=True),
+    "mla_no_positions": MLA(3, latent=10, head_dim=6, rope_dim=4),
     "mla_wide_value": MLA(3, latent=8, head_dim=5, value_dim=9, query_latent=8, normed=False),
     "mla_window": MLA(3, latent=10, head_dim=6, rope_dim=4, rope=Rope(), window=5),
     # the indexer is told positions, by RoPE or by sinusoids: equal tokens would tie but for rounding
@@ -53,18 +55,43 @@ MECHANISMS: dict[str, Attention] = {
     "dsa_gated": DSA(GQA(4, 2, gated=True, rope=Rope()), 2, 8, 3, rope_dim=2),
     "dsa_fp8": DSA(_LATENT, 2, 16, topk=3, rope_dim=4, hadamard=True, precision="fp8"),
     "dsa_hadamard": DSA(_GROUPED, 2, 8, topk=3, rope_dim=2, hadamard=True),
+    "compressed": Compressed(3, 8, 5, local=3, rope=_TURNS, rope_dim=4, groups=2, rank=5, rate=3),
+    "compressed_sparse": Compressed(
+        4,
+        6,
+        7,
+        2,
+        _TURNS,
+        4,
+        groups=4,
+        rank=3,
+        rate=2,
+        overlap=True,
+        topk=2,
+        index_heads=7,
+        index_dim=6,
+    ),
+    "compressed_near": Compressed(2, 6, 7, local=4, rope=Rope(), rope_dim=2, rank=4),
     # Norms with a large eps: where a query meets no key, a small one divides by nearly 0, so that rounding the weights
     # alone to 8 bits turns gradients by half their size.
     "delta": DeltaRule(key_heads=3, key_dim=9, value_dim=5, eps=0.3),
     "delta_grouped": DeltaRule(2, value_heads=6, key_dim=10, value_dim=7, conv=2, eps=0.3),
+    "delta_channels": DeltaRule(
+        3, None, 9, 5, 3, 0.3, channels=True, rank=4, gate="sigmoid", reach=2.0
+    ),
+    "ssd": SSD(heads=6, head_dim=5, groups=2, key_dim=7, conv=3, bias=True, eps=0.3),
+    "ssd_bounded": SSD(
+        3, 4, key_dim=9, conv_bias=False, eps=0.3, least=0.2, most=0.9, steps=(0.1, 2.0)
+    ),
 }
 
 # States are seen by no probe and go from left to right alone.
-STATES = [name for name, config in MECHANISMS.items() if isinstance(config, DeltaRule)]
+STATES = [name for name, config in MECHANISMS.items() if isinstance(config, (DeltaRule, SSD))]
 
 TOWERS: dict[str, dict] = {name: {"attention": a} for name, a in MECHANISMS.items()} | {
     "gqa_t5": {"attention": GQA(4, 2), "relative": T5Bias(4, 8, 16, causal=True)},
     "mqa_alibi": {"attention": GQA(6, 1), "relative": Alibi(6)},
+    "alibi_coarse": {"attention": GQA(12, 1), "relative": Alibi(12, scale=0.7, coarse=True)},
     "mla_alibi": {"attention": MECHANISMS["mla"], "relative": Alibi(3)},
     "dsa_t5": {"attention": MECHANISMS["dsa_mla"], "relative": T5Bias(3, 8, 16, causal=True)},
     "dsa_alibi": {"attention": MECHANISMS["dsa_gqa"], "relative": Alibi(6)},
@@ -72,12 +99,20 @@ TOWERS: dict[str, dict] = {name: {"attention": a} for name, a in MECHANISMS.item
         "attention": GQA(4, 2, softcap=2.0, sinks=True),
         "relative": T5Bias(4, 8, 16, causal=True),
     },
+    "ssd_alone": {"attention": MECHANISMS["ssd"], "ffn": None},
+    "ssd_gqa": {
+        "attention": (MECHANISMS["ssd"], MECHANISMS["gqa_rope"]),
+        "ffn": (None, MLP(32, "gelu")),
+        "order": ("pre", "inner"),
+    },
     "delta_gqa": {"attention": (MECHANISMS["delta_grouped"], MECHANISMS["gqa_rope"])},
     "one_block": {"attention": MECHANISMS["gqa_rope"], "blocks": (0, 0)},
     "borrowing": {"attention": _GROUPED, "borrowing": 1},
+    "streams": {"attention": _GROUPED, "streams": Streams(3, rounds=4)},
     "per_layer": {"attention": _GROUPED, "per_layer": PerLayer(5, VOCAB)},
     "no_first_norm": {"attention": MECHANISMS["mha"], "first_norm": False},
     "norms_plus_one": {"attention": _GROUPED, "norm": Norm(1e-6, rms=True, plus_one=True)},
+    "one_norm": {"attention": _GROUPED, "norm": Norm(plus_one=True), "order": "shared"},
     "norms_no_bias": {"attention": _GROUPED, "norm": Norm(biased=False), "order": "sandwich"},
     "mixed": {"attention": (MECHANISMS["window"], MECHANISMS["dsa_mla"])},
 }

@@ -60,8 +60,8 @@ def preset(name: str, device: str | None = None) -> Model:
     present = sizes(regard.PRESETS[name][1]())
     kept = {k: v for k, v in SMALL.items() if present.get(k) is not None}
     if any(isinstance(present.get(part), tuple) for part in ("attention", "ffn")):
-        # Their kinds take turns.
-        kept["layers"] = 4
+        # Their kinds take turns; Kimi's attention is the fifth.
+        kept["layers"] = 5 if "channels" in present and "latent" in present else 4
     if "kv_heads" in kept and present["kv_heads"] == present["heads"]:
         kept["kv_heads"] = kept["heads"]
     if "topk" in kept:
@@ -79,10 +79,13 @@ def sizes(config: Any) -> dict[str, Any]:
     return found
 
 
+PAIRS = ("clip-vit-base-patch32", "siglip-base-patch16-224")
+
+
 def presets() -> dict[str, Callable[[], Model]]:
-    """One of each kind: small, many are the same. A painter's answers are no tokens, and it is refused."""
+    """One of each kind: small, many are the same. Painters and pairs of models are refused: they answer no tokens."""
     made: dict[str, Any] = {}
-    for name in (each for each in regard.PRESETS if each != "painter"):
+    for name in (each for each in regard.PRESETS if each not in ("painter", *PAIRS)):
         config = preset(name, "meta").config
         if config not in made.values():
             made[name] = config

@@ -40,8 +40,10 @@ from regard.checkpoint.families import (
     images,
     latent,
     llama,
+    newest,
     older,
     seq2seq,
+    speech,
 )
 from regard.checkpoint.multimodal import Multimodal
 from regard.checkpoint.rules import Family
@@ -57,6 +59,8 @@ _FILES: tuple[ModuleType, ...] = (
     seq2seq,
     dense,
     older,
+    newest,
+    speech,
     gemma4,
 )
 FAMILIES: dict[str, Family] = {

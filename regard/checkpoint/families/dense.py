@@ -19,9 +19,10 @@ from regard.checkpoint.families.common import (
     sizes,
     sliding,
 )
-from regard.checkpoint.rules import ACTIVATIONS, Key, Keys, fixed
+from regard.checkpoint.rules import ACTIVATIONS, Data, Group, Key, Keys, fixed
 from regard.checkpoint.tensors import To
-from regard.layers import MLP
+from regard.checkpoint.windows import windows_by_layer
+from regard.layers import LM, MLP, Tag
 from regard.position import Rope
 
 _MLP_BIAS = Key("tower.ffn.bias", False)
@@ -139,4 +140,90 @@ ERNIE45 = llama_like(
         use_bias=Key("tower.attention.{bias,out_bias} tower.ffn.bias", False),
     ),
     presets={"ernie-4.5-0.3b": sizes(103424, 1024, 18, 16, 3072, 131072)},
+)  # fmt: skip
+HUNYUAN = llama_like(
+    "hunyuan_v1_dense", decoder_heads("HunYuanDenseV1", tags=False),
+    replace(ROTARY, qk_norm=1e-5, qk_norm_last=True),
+    keys=dict(
+        rms_norm_eps=Key("tower.norm.eps tower.attention.qk_norm", 1e-5), attention_bias=BIASED,
+        rope_parameters=rules.rope_at("tower.attention.rope", alpha=True),
+    ),
+    inert="eod_token_id",
+    layer={
+        **NORMS, **GATED, "self_attn.{q,k,v,o}_proj.*": "attention.w{q,k,v,o}.*",
+        "self_attn.{query,key}_layernorm.weight": "attention.{q,k}_norm.weight",
+    },
+)  # fmt: skip
+_LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+_LLAMA3 |= dict(original_max_position_embeddings=8192)
+APERTUS = llama_like(
+    "apertus", {"ApertusForCausalLM": LM(), "ApertusModel": None, "ApertusForTokenClassification": Tag(2)},
+    replace(ROTARY, qk_norm=1e-5, rope=Rope(1.2e7)), MLP(1, "xielu", bias=False),
+    keys=dict(
+        hidden_act=Key("tower.ffn.activation", "xielu", {**ACTIVATIONS, "xielu": "xielu"}),
+        rms_norm_eps=Key("tower.norm.eps tower.attention.qk_norm", 1e-5), attention_bias=BIASED,
+        rope_parameters=rules.rope_at("tower.attention.rope", rope_scaling=_LLAMA3),
+    ),
+    layer={
+        **ATTENTION, "{attention,feedforward}_layernorm.weight": "norm{1,3}.weight",
+        "mlp.{up,down}_proj.weight": "ffn.{up,down}.weight",
+        "mlp.act_fn.{alpha_p,alpha_n,beta,eps}": "ffn.act.{alpha_p,alpha_n,beta,eps}",
+    },
+    presets={"apertus-8b": sizes(131072, 4096, 32, 32, 21504, 65536, num_key_value_heads=8)},
+)  # fmt: skip
+
+# --- layers without positions -------------------------------------------------------------------------------------
+
+SMOLLM3 = llama_like(
+    "smollm3", decoder_heads("SmolLM3"), (replace(ROTARY, rope=Rope(2e6)), replace(ROTARY, rope=None)),
+    keys=dict(
+        num_key_value_heads=Key("tower.attention.kv_heads", 4, null=lambda hf: hf["num_attention_heads"]),
+        rope_parameters=rules.rope_at("tower.attention.0.rope"), attention_bias=BIASED, mlp_bias=_MLP_BIAS,
+        tie_word_embeddings=Key("head.tied", True),
+        pad_token_id=rules.ids_below(128004, "pad_token_id"),
+        # 1: it turns.
+        no_rope_layers=rules.by_layer(
+            "attention", "no_rope_layers", (1, 0), lambda hf, i: (i + 1) % hf.get("no_rope_layer_interval", 4) == 0,
+            lambda one: one["rope"] is None, ["no_rope_layer_interval"],
+        ),
+        layer_types=windows_by_layer(lambda hf, one: one["rope"] is None, "use_sliding_window"),
+    ),
+    presets={"smollm3-3b": sizes(128256, 2048, 36, 16, 11008, 65536, rope_theta=5e6)},
+)  # fmt: skip
+
+
+def _exaone_layers() -> Group:
+    """Layers that see all have no positions, unless none slides because sliding_window is null."""
+    group = rules.sliding_layers(
+        lambda hf, i: (i + 1) % hf.get("sliding_window_pattern", 4) > 0,
+        4096,
+        more="sliding_window_pattern",
+    )
+
+    def read(theirs: Data, ours: Data) -> None:
+        attention = ours["tower"]["attention"]
+        if theirs.get("sliding_window", 4096) is None:
+            attention[0] = {**attention[1], "window": None}
+        group.reader(theirs, ours)
+
+    def write(ours: Data, theirs: Data) -> None:
+        group.writer(ours, theirs)
+        attention = ours["tower"]["attention"]
+        if attention[1] is None and attention[0]["rope"] is not None:
+            attention[1] = attention[0]
+            theirs["sliding_window"] = None
+
+    return replace(group, reader=read, writer=write)
+
+
+EXAONE4 = llama_like(
+    "exaone4", decoder_heads("Exaone4"),
+    (replace(ROTARY, qk_norm=1e-5, rope=None), replace(ROTARY, qk_norm=1e-5, window=1)),
+    tower=dict(order="inner"),
+    keys=dict(
+        num_key_value_heads=Key("tower.attention.kv_heads", 32), layer_types=_exaone_layers(),
+        rms_norm_eps=Key("tower.norm.eps tower.attention.qk_norm", 1e-5),
+        rope_parameters=rules.rope_at("tower.attention.1.rope"),
+    ),
+    layer={**ATTENTION, **GATED, **ADDED_NORMS},
 )  # fmt: skip

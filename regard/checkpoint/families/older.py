@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from regard.attention import GQA
 from regard.block import Tower
@@ -14,16 +16,30 @@ from regard.checkpoint.families.common import (
     HEAD_TENSORS,
     NORM_EPS,
     ROTARY,
+    SHAPE_KEYS,
     decoder_heads,
     llama_like,
     sizes,
 )
-from regard.checkpoint.rules import ACTIVATIONS, Data, Family, Group, Key, Keys, fixed, get, put
+from regard.checkpoint.rules import (
+    ACTIVATIONS,
+    Data,
+    Family,
+    Fixed,
+    Group,
+    Key,
+    Keys,
+    fixed,
+    get,
+    need,
+    put,
+)
 from regard.checkpoint.tensors import To
+from regard.errors import UsageError
 from regard.layers import LM, MLP, Answer, Norm
 from regard.models import Tokens, TransformerConfig
 from regard.models.init import Start
-from regard.position import Alibi, Learned, Rope
+from regard.position import Alibi, Learned, Rope, Sinusoidal
 
 _PRE_NORMS = {"{input,post_attention}_layernorm.*": "norm{1,3}.*"}
 _QKVO = {"self_attn.{q,k,v,o}_proj.*": "attention.w{q,k,v,o}.*"}
@@ -40,7 +56,14 @@ def _partial(share: float) -> Group:
 
 # --- in Llama's frame ---------------------------------------------------------------------------------------------
 
-_EPS: Keys = dict(rms_norm_eps=None, layer_norm_eps=NORM_EPS)
+
+def _of_stream(theirs: Data) -> float:
+    """The dropout of labels, where it follows that of the stream."""
+    rate = theirs.get("hidden_dropout", 0.0)
+    return 0.1 if rate is None else rate
+
+
+_EPS: dict[str, Key | None] = dict(rms_norm_eps=None, layer_norm_eps=NORM_EPS)
 _FLAT = {"mlp.{up,down}_proj.*": "ffn.{up,down}.*"}
 STARCODER2 = llama_like(
     "starcoder2", decoder_heads("Starcoder2"), ffn=MLP(1, "gelu_tanh"), tower=dict(norm=Norm()),
@@ -83,7 +106,7 @@ STABLELM = llama_like(
         head_dim=None, use_qkv_bias=Key("tower.attention.bias", False), hidden_dropout=Key("tower.dropout", 0.0),
         use_parallel_residual=Key("tower.order", False, {True: "shared", False: "pre"}),
         classifier_dropout=rules.head_dropout(
-            tag=("classifier_dropout", lambda hf: hf.get("hidden_dropout", 0.0)),
+            tag=("classifier_dropout", _of_stream),
         ),
         **fixed(qk_layernorm=False),
     ),
@@ -121,8 +144,8 @@ def _read_turned(theirs: Data, ours: Data) -> None:
 
 
 def _write_turned(ours: Data, theirs: Data) -> None:
-    width = get(ours, "tower.dim") // get(ours, "tower.attention.heads")
-    size = int(width * get(ours, "tower.attention.rope.partial"))
+    width = need(ours, "tower.dim") // need(ours, "tower.attention.heads")
+    size = int(width * need(ours, "tower.attention.rope.partial"))
     if theirs.get("rotary_dim", 64) != size:
         theirs["rotary_dim"] = size
 
@@ -203,50 +226,45 @@ _PLACED = TransformerConfig(
 )
 _PLACES = Key("max_len embedding.position.max_len")
 _TWO_NORMS = {"ln_{1,2}.*": "norm{1,3}.*"}
+# Some mask, or have a bias, as a text is read from its beginning; a null is false.
+_ONE_WAY: Keys = dict(is_causal=Fixed(True, null=False))
 _TAG_DROPOUT = rules.head_dropout(tag=("classifier_dropout", 0.1))
 
 
 def _layers_of(theirs: Data) -> list[str]:
-    """GPT-Neo's words for its layers: kinds in their order, and how often these come again."""
+    """GPT-Neo's words for its layers: one each, or kinds in their order and how often these come again."""
+    said = theirs.get("attention_layers")
+    if said is not None:
+        if not isinstance(said, list) or not all(isinstance(kind, str) for kind in said):
+            raise rules.wrong(f"attention_layers is {said!r}; it must be a list of words")
+        return said
     given = theirs.get("attention_types")
-    listed = [[["global", "local"], 12]] if given is None else given
-    pairs = isinstance(listed, list | tuple) and all(
-        isinstance(item, list | tuple)
-        and len(item) == 2
-        and isinstance(item[0], list | tuple)
-        and type(item[1]) is int
-        and item[1] <= 10_000
-        for item in listed
-    )
-    if not pairs:
-        raise rules.wrong(
-            f"attention_types is {given!r}; it must be a list such as [[['global', 'local'], 12]]"
-        )
-    kinds = [kind for names, times in listed for _ in range(times) for kind in names]
-    if (said := theirs.get("attention_layers")) is not None and said != kinds:
-        raise rules.wrong(f"attention_layers is {said!r}, attention_types says {kinds}")
-    return kinds
+    listed: Any = [[["global", "local"], 12]] if given is None else given
+    try:
+        counts = [(list(kinds), range(times)) for kinds, times in listed]
+    except (TypeError, ValueError):
+        example = [[["global", "local"], 12]]
+        raise rules.wrong(f"attention_types is {given!r}; write it as {example}") from None
+    return [str(kind) for kinds, times in counts for _ in times for kind in kinds]
 
 
-def _write_layers(kinds: list[str], _: Data | None, theirs: Data, said: bool) -> None:
-    if _layers_of({k: v for k, v in theirs.items() if k == "attention_types"}) != kinds:
-        theirs["attention_types"] = [[kinds, 1]]
-        theirs["attention_layers"] = kinds
+def _write_layers(kinds: list[str], _: Data | None, theirs: Data, __: bool) -> None:
+    if _layers_of(theirs) != kinds:
+        theirs["attention_types"], theirs["attention_layers"] = [[kinds, 1]], kinds
 
 
-def _local_layers() -> Group:
-    group = rules.by_layer(
-        "attention", "attention_layers", ("global", "local"), lambda theirs, i: False,
-        lambda one: rules.need(one, "window") is not None, ("attention_types",), _write_layers,
-    )  # fmt: skip
-    return replace(
-        group,
-        reader=lambda theirs, ours: group.reader(
-            {**theirs, "attention_layers": _layers_of(theirs)}, ours
-        ),
-    )
+def _read_layers(theirs: Data, ours: Data) -> None:
+    kinds, layers = _layers_of(theirs), get(ours, "tower.layers")
+    if len(kinds) != layers:
+        named = f"attention_types and attention_layers list {len(kinds)}"
+        raise rules.wrong(f"num_layers is {layers!r}, {named}")
+    _BY_KIND.reader({**theirs, "attention_layers": kinds}, ours)
 
 
+_BY_KIND = rules.by_layer(
+    "attention", "attention_layers", ("global", "local"), lambda theirs, i: False,
+    lambda one: need(one, "window") is not None, ("attention_types",), _write_layers,
+)  # fmt: skip
 _UNSCALED = GQA(1, out_bias=True, scale=1.0)
 GPT_NEO = Family(
     name="gpt_neo", base="transformer.",
@@ -256,12 +274,12 @@ GPT_NEO = Family(
         vocab_size=Key("embedding.vocab"), hidden_size=Key("tower.dim"), num_layers=Key("tower.layers"),
         num_heads=Key("tower.attention.heads"), max_position_embeddings=_PLACES,
         intermediate_size=Key("tower.ffn.ffn_dim", lambda hf: 4 * hf["hidden_size"]),
-        window_size=Key("tower.attention.1.window", 256), attention_types=_local_layers(),
+        window_size=Key("tower.attention.1.window", 256), attention_types=replace(_BY_KIND, reader=_read_layers),
         activation_function=Key("tower.ffn.activation", "gelu_new", ACTIVATIONS), layer_norm_epsilon=NORM_EPS,
         bos_token_id=rules.ids_below(50256, "bos_token_id", "eos_token_id"),
         resid_dropout=Key("tower.dropout", 0.0), embed_dropout=Key("embedding.dropout", 0.0),
         attention_dropout=Key("tower.attention.dropout", 0.0), classifier_dropout=_TAG_DROPOUT,
-        tie_word_embeddings=Key("head.tied", True), id2label=rules.LABELS, **fixed(is_causal=True),
+        tie_word_embeddings=Key("head.tied", True), id2label=rules.LABELS, **_ONE_WAY,
     ),
     inert="""summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj""",
     aliases=dict(num_attention_heads="num_heads", num_hidden_layers="num_layers"),
@@ -287,7 +305,7 @@ def _read_one_key(theirs: Data, ours: Data) -> None:
 
 
 def _write_one_key(ours: Data, theirs: Data) -> None:
-    heads, groups = get(ours, "tower.attention.heads"), get(ours, "tower.attention.kv_heads")
+    heads, groups = need(ours, "tower.attention.heads"), need(ours, "tower.attention.kv_heads")
     if heads != 1 and theirs.get("multi_query", True) != (groups == 1):
         theirs["multi_query"] = groups == 1
 
@@ -337,7 +355,7 @@ def _read_order(theirs: Data, ours: Data) -> None:
 
 
 def _write_order(ours: Data, theirs: Data) -> None:
-    before, last = get(ours, "tower.order") == "pre", get(ours, "tower.final_norm")
+    before, last = need(ours, "tower.order") == "pre", need(ours, "tower.final_norm")
     if theirs.get("do_layer_norm_before", True) != before:
         theirs["do_layer_norm_before"] = before
     if before and theirs.get("_remove_final_layer_norm", False) == last:
@@ -349,15 +367,17 @@ _ORDER = Group(("do_layer_norm_before", "_remove_final_layer_norm"), _read_order
 
 def _read_width(theirs: Data, ours: Data) -> None:
     width, dim = theirs.get("word_embed_proj_dim"), get(ours, "tower.dim")
-    if width is not None and width != dim:
-        raise rules.wrong(
-            f"word_embed_proj_dim is {width!r}, Regard can only do hidden_size, {dim!r}"
-        )
+    narrow = width is not None and width != dim
+    put(ours, "embedding.widened_first", narrow)
+    for place in ("embedding.width", "tower.out_dim"):
+        put(ours, place, width if narrow else None)
 
 
 def _write_width(ours: Data, theirs: Data) -> None:
-    if theirs.get("word_embed_proj_dim") is not None:
-        theirs["word_embed_proj_dim"] = get(ours, "tower.dim")
+    dim = need(ours, "tower.dim")
+    width = need(ours, "tower.out_dim") or dim
+    if theirs.get("word_embed_proj_dim", dim) != width:
+        theirs["word_embed_proj_dim"] = width
 
 
 # Of BART's kind: their layers, and those of XGLM and BioGPT.
@@ -384,6 +404,7 @@ OPT = Family(
     tensors={
         "decoder.embed_tokens.weight": "embedding.weight", "decoder.final_layer_norm.*": "tower.norm.*",
         "decoder.embed_positions.weight": "embedding.position.weight", "decoder.layers.{i}.": _BART_LAYER,
+        "decoder.project_{in,out}.weight": "{embedding.project,tower.out}.weight",
     },
     head_tensors={**HEAD_TENSORS, **_ANSWERS},
     presets={
@@ -391,27 +412,24 @@ OPT = Family(
             vocab_size=50272, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, ffn_dim=3072,
             max_position_embeddings=2048,
         ),
+        "opt-350m": dict(
+            vocab_size=50272, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, ffn_dim=4096,
+            max_position_embeddings=2048, word_embed_proj_dim=512, do_layer_norm_before=False,
+        ),
     },
 )  # fmt: skip
 
 # --- with ALiBi ---------------------------------------------------------------------------------------------------
 
 
-def _read_size(theirs: Data, ours: Data) -> None:
-    """The width, and four times as much inside."""
-    dim = Key("tower.dim").value("hidden_size", theirs)
-    put(ours, "tower.dim", dim)
+def _read_four(theirs: Data, ours: Data) -> None:
+    dim = get(ours, "tower.dim")
     put(ours, "tower.ffn.ffn_dim", 4 * dim if type(dim) is int else dim)
 
 
-def _write_size(ours: Data, theirs: Data) -> None:
-    theirs["hidden_size"] = get(ours, "tower.dim")
-
-
-# The dropout of labels follows that of the stream.
-_HIDDEN_TAG = rules.head_dropout(
-    tag=("classifier_dropout", lambda hf: hf.get("hidden_dropout", 0.0))
-)
+# Inside a feed-forward is four times the width, whatever they say.
+_FOUR_TIMES: Keys = dict(ffn_dim=Group((), _read_four, lambda *_: None, last=True))
+_HIDDEN_TAG = rules.head_dropout(tag=("classifier_dropout", _of_stream))
 _FUSED_LAYER = {
     "self_attention.query_key_value.*": To("attention.w{q,k,v}.*", _BY_GROUP),
     "self_attention.dense.*": "attention.wo.*", "mlp.dense_{h_to_4h,4h_to_h}.*": "ffn.{up,down}.*",
@@ -424,12 +442,12 @@ BLOOM = Family(
     ),
     heads={**decoder_heads("Bloom"), "BloomForQuestionAnswering": Answer()},
     config=dict(
-        vocab_size=Key("embedding.vocab"), hidden_size=Group(("hidden_size",), _read_size, _write_size),
+        vocab_size=Key("embedding.vocab"), hidden_size=Key("tower.dim"), **_FOUR_TIMES, **_ONE_WAY,
         n_layer=Key("tower.layers"), n_head=Key("tower.{attention,relative}.heads"),
         layer_norm_epsilon=Key("{tower,embedding}.norm.eps", 1e-5), tie_word_embeddings=Key("head.tied", True),
         hidden_dropout=Key("tower.dropout", 0.0), attention_dropout=Key("tower.attention.dropout", 0.0),
         classifier_dropout=_HIDDEN_TAG, id2label=rules.LABELS,
-        **fixed(apply_residual_connection_post_layernorm=False, slow_but_exact=False, is_causal=True),
+        **fixed(apply_residual_connection_post_layernorm=False, slow_but_exact=False),
     ),
     # Their length ends nothing, and the rest says how Megatron computed.
     inert="""seq_length n_inner offset_alibi attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion
@@ -441,4 +459,224 @@ BLOOM = Family(
     },
     head_tensors={**HEAD_TENSORS, **_TAGS, **_ANSWERS},
     presets={"bloom-560m": dict(vocab_size=250880, hidden_size=1024, n_layer=24, n_head=16)},
+)  # fmt: skip
+
+
+def _read_falcon(theirs: Data, ours: Data) -> None:
+    heads, dim = get(ours, "tower.attention.heads"), get(ours, "tower.dim")
+    new, parallel = theirs.get("new_decoder_architecture"), theirs.get("parallel_attn", True)
+    norms = theirs.get("num_ln_in_parallel_attn")
+    norms = (2 if new else 1) if norms is None else norms
+    if new and not parallel:
+        raise rules.wrong(f"parallel_attn is {parallel!r}, which new_decoder_architecture excludes")
+    if norms not in (1, 2) or (norms == 2 and parallel and not new):
+        known = "1, or 2 with new_decoder_architecture"
+        raise rules.wrong(f"num_ln_in_parallel_attn is {norms!r}; known: {known}")
+    groups = theirs.get("num_kv_heads") if new else 1 if theirs.get("multi_query", True) else heads
+    put(ours, "tower.attention.kv_heads", heads if groups is None else groups)
+    put(ours, "tower.order", "pre" if not parallel else "parallel" if norms == 2 else "shared")
+    if not theirs.get("alibi", False):
+        put(ours, "tower.relative", None)
+        return
+    put(ours, "tower.attention.rope", None)
+    if type(heads) is int and type(dim) is int and 0 < heads <= dim:
+        put(ours, "tower.relative.scale", (dim // heads) ** -0.5)
+
+
+def _write_falcon(ours: Data, theirs: Data) -> None:
+    heads, order = need(ours, "tower.attention.heads"), need(ours, "tower.order")
+    groups = need(ours, "tower.attention.kv_heads") or heads
+    new = order == "parallel" or groups not in (1, heads)
+    new = new or bool(theirs.get("new_decoder_architecture") and order != "pre")
+    said: Data = dict(new_decoder_architecture=new, parallel_attn=order != "pre")
+    said["alibi"] = need(ours, "tower.relative") is not None
+    said |= (
+        dict(num_kv_heads=groups, num_ln_in_parallel_attn=1 + (order == "parallel")) if new else {}
+    )
+    if not new and (groups == 1) != (heads == 1 and not theirs.get("multi_query", True)):
+        said["multi_query"] = groups == 1
+    missing: Data = dict(
+        new_decoder_architecture=False, parallel_attn=True, alibi=False, multi_query=True
+    )
+    missing |= dict(num_kv_heads=heads, num_ln_in_parallel_attn=2)
+    for key, value in said.items():
+        old = theirs.get(key)
+        if (missing[key] if old is None else old) != value:
+            theirs[key] = value
+
+
+_FALCON = Group(
+    ("new_decoder_architecture", "parallel_attn", "num_ln_in_parallel_attn", "num_kv_heads", "multi_query", "alibi"),
+    _read_falcon, _write_falcon, last=True,
+)  # fmt: skip
+
+
+def _in_order(*orders: str) -> Callable[[Any], bool]:
+    return lambda config: config.tower.order in orders
+
+
+FALCON = Family(
+    name="falcon", base="transformer.",
+    blank=TransformerConfig(
+        Tokens(1), Tower(1, 1, GQA(1, 1, rope=Rope()), MLP(1, "gelu"), relative=Alibi(1, coarse=True)), max_len=1,
+    ),
+    heads={**decoder_heads("Falcon"), "FalconForQuestionAnswering": Answer()},
+    config=dict(
+        vocab_size=Key("embedding.vocab"), hidden_size=Key("tower.dim"), num_hidden_layers=Key("tower.layers"),
+        num_attention_heads=Key("tower.{attention,relative}.heads"), max_position_embeddings=Key("max_len", 2048),
+        ffn_hidden_size=Key("tower.ffn.ffn_dim", lambda hf: 4 * hf["hidden_size"]),
+        activation=Key("tower.ffn.activation", "gelu", ACTIVATIONS), layer_norm_epsilon=NORM_EPS,
+        bias=Key("tower.attention.{bias,out_bias} tower.ffn.bias", False), rope_parameters=rules.ROPE,
+        tie_word_embeddings=Key("head.tied", True), id2label=rules.LABELS, alibi=_FALCON,
+        classifier_dropout=_HIDDEN_TAG, **fixed(apply_residual_connection_post_layernorm=False), **_ONE_WAY,
+        # transformers drops what both parts add by one draw, and by attention_dropout where they follow one another.
+        **fixed(hidden_dropout=0.0, attention_dropout=0.0),
+    ),
+    aliases=dict(n_embed="hidden_size", num_ln="num_ln_in_parallel_attn", n_head="num_attention_heads")
+    | dict(n_layer="num_hidden_layers", n_head_kv="num_kv_heads"),
+    tensors={
+        "word_embeddings.weight": "embedding.weight", "ln_f.*": "tower.norm.*",
+        "h.{i}.": {
+            **_FUSED_LAYER, "input_layernorm.*": To("norm1.*", when=_in_order("pre", "shared")),
+            "post_attention_layernorm.*": To("norm3.*", when=_in_order("pre")),
+            "ln_{attn,mlp}.*": To("norm{1,3}.*", when=_in_order("parallel")),
+        },
+    },
+    head_tensors={**HEAD_TENSORS, **_TAGS, **_ANSWERS}, derived=(r".*rotary(_emb)?\.inv_freq",),
+    presets={
+        "falcon-7b": dict(vocab_size=65024, hidden_size=4544, num_hidden_layers=32, num_attention_heads=71),
+        "falcon-40b": dict(
+            vocab_size=65024, hidden_size=8192, num_hidden_layers=60, num_attention_heads=128, num_kv_heads=8,
+            new_decoder_architecture=True,
+        ),
+    },
+)  # fmt: skip
+
+
+def _read_nested(theirs: Data, ours: Data) -> None:
+    given = theirs.get("attn_config")
+    given = {} if given is None else given
+    if not isinstance(given, dict):
+        raise rules.wrong(f"attn_config is {given!r}; it must be an object")
+    if unknown := [key for key in given if key not in _MPT_ATTENTION and key not in _NESTED_INERT]:
+        raise rules.wrong(f"attn_config.{unknown[0]} is not known")
+    for key, rule in _MPT_ATTENTION.items():
+        try:
+            rule.read(key, given, ours)
+        except UsageError as error:
+            raise UsageError(
+                str(error).replace("config.json: ", "config.json: attn_config.")
+            ) from None
+
+
+def _write_nested(ours: Data, theirs: Data) -> None:
+    before = theirs.get("attn_config") or {}
+    said = dict(before)
+    for key, rule in _MPT_ATTENTION.items():
+        rule.write(key, ours, said)
+    if said != before:
+        theirs["attn_config"] = said
+
+
+_MPT_ATTENTION: Keys = dict(
+    softmax_scale=Key("tower.attention.scale", None),
+    # transformers looks at none of these, and computes as these say.
+    **fixed(alibi=True, alibi_bias_max=8, attn_type="multihead_attention", prefix_lm=False, qk_ln=False),
+    # Theirs is a whole number.
+    **fixed(attn_uses_sequence_id=False, attn_pdrop=0, clip_qkv=None),
+)  # fmt: skip
+# How it is computed, and what every config of transformers has.
+_NESTED_INERT = frozenset(
+    """attn_impl architectures output_hidden_states output_attentions return_dict dtype torch_dtype
+    chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type _name_or_path model_type
+    transformers_version""".split()  # noqa: SIM905
+)
+MPT = Family(
+    name="mpt", base="transformer.",
+    blank=TransformerConfig(
+        Tokens(1), Tower(1, 1, GQA(1), MLP(1, "gelu", bias=False), norm=Norm(biased=False), relative=Alibi(1)),
+        max_len=1,
+    ),
+    heads={**decoder_heads("Mpt"), "MptForQuestionAnswering": Answer()},
+    config=dict(
+        vocab_size=Key("embedding.vocab"), d_model=Key("tower.dim"), n_layers=Key("tower.layers"), **_FOUR_TIMES,
+        n_heads=Key("tower.{attention,relative}.heads"), max_seq_len=Key("max_len", 2048),
+        layer_norm_epsilon=NORM_EPS, tie_word_embeddings=Key("head.tied", True), id2label=rules.LABELS,
+        attn_config=Group(("attn_config",), _read_nested, _write_nested), classifier_dropout=_TAG_DROPOUT, **_ONE_WAY,
+        **fixed(expansion_ratio=4, no_bias=True, logit_scale=None),
+    ),
+    # transformers drops nothing, and has no learned positions.
+    inert="resid_pdrop emb_pdrop learned_pos_emb init_device embedding_fraction norm_type verbose init_config",
+    aliases=dict(hidden_size="d_model", num_attention_heads="n_heads", num_hidden_layers="n_layers"),
+    tensors={
+        "wte.weight": "embedding.weight", "norm_f.*": "tower.norm.*",
+        "blocks.{i}.": {
+            "norm_{1,2}.*": "norm{1,3}.*", "attn.Wqkv.*": To("attention.w{q,k,v}.*", tensors.JOINED),
+            "attn.out_proj.*": "attention.wo.*", "ffn.{up,down}_proj.*": "ffn.{up,down}.*",
+        },
+    },
+    head_tensors={**HEAD_TENSORS, **_TAGS, **_ANSWERS},
+    presets={"mpt-7b": dict(vocab_size=50432, d_model=4096, n_layers=32, n_heads=32, max_seq_len=2048)},
+)  # fmt: skip
+
+# --- XGLM and BioGPT ----------------------------------------------------------------------------------------------
+
+
+def _read_padding(theirs: Data, ours: Data) -> None:
+    if isinstance(pad := theirs.get("pad_token_id", 1), int) and pad > 1:
+        why = "places count from 2, and transformers has no vector for the place of that number"
+        raise rules.wrong(f"pad_token_id is {pad}: {why}; Regard can only do 0, 1 or none")
+
+
+_AFTER_ACTIVATION = Key("tower.ffn.dropout", 0.0)
+_SCALED = replace(_PLACED.tower, ffn=MLP(1, "gelu", dropout=0.0))
+XGLM = Family(
+    name="xglm", base="model.",
+    blank=replace(
+        _PLACED, embedding=Tokens(1, Sinusoidal(1, layout="fairseq", offset=2), scaled=True), tower=_SCALED,
+    ),
+    heads=decoder_heads("XGLM", labels=False),
+    config=dict(
+        vocab_size=Key("embedding.vocab"), d_model=Key("tower.dim"), num_layers=Key("tower.layers"),
+        attention_heads=Key("tower.attention.heads"), ffn_dim=Key("tower.ffn.ffn_dim"),
+        max_position_embeddings=_PLACES, activation_function=Key("tower.ffn.activation", "gelu", ACTIVATIONS),
+        dropout=Key("tower.dropout embedding.dropout", 0.1), activation_dropout=_AFTER_ACTIVATION,
+        attention_dropout=Key("tower.attention.dropout", 0.1), layerdrop=Key("tower.layer_drop", 0.0),
+        scale_embedding=Key("embedding.scaled", True), tie_word_embeddings=Key("head.tied", True),
+        is_causal=rules.CAUSAL, pad_token_id=Group(("pad_token_id",), _read_padding, lambda *_: None),
+        **fixed(add_cross_attention=False),
+    ),
+    aliases=dict(hidden_size="d_model", num_attention_heads="attention_heads", num_hidden_layers="num_layers"),
+    tensors={
+        "embed_tokens.weight": "embedding.weight", "layer_norm.*": "tower.norm.*", "layers.{i}.": _BART_LAYER,
+    },
+    head_tensors=HEAD_TENSORS, derived=(r"(model\.)?embed_positions\.weights",),
+    presets={
+        "xglm-564m": dict(
+            vocab_size=256008, d_model=1024, num_layers=24, attention_heads=16, ffn_dim=4096,
+            max_position_embeddings=2048,
+        ),
+    },
+)  # fmt: skip
+BIOGPT = Family(
+    name="biogpt", base="biogpt.",
+    blank=replace(_PLACED, embedding=Tokens(1, Learned(1, offset=2), scaled=True), tower=_SCALED),
+    heads=decoder_heads("BioGpt"),
+    config=SHAPE_KEYS | dict(
+        vocab_size=Key("embedding.vocab"), max_position_embeddings=_PLACES,
+        hidden_act=Key("tower.ffn.activation", "gelu", ACTIVATIONS), layerdrop=Key("tower.layer_drop", 0.0),
+        hidden_dropout_prob=Key("tower.dropout embedding.dropout", 0.1), activation_dropout=_AFTER_ACTIVATION,
+        attention_probs_dropout_prob=Key("tower.attention.dropout", 0.1),
+        scale_embedding=Key("embedding.scaled", True), tie_word_embeddings=Key("head.tied", True),
+        classifier_dropout=rules.head_dropout(tag=("classifier_dropout", "hidden_dropout_prob")),
+        id2label=rules.LABELS, is_causal=rules.CAUSAL,
+    ),
+    # Their norms have 1e-5 whatever it says.
+    inert="layer_norm_eps",
+    tensors={
+        "embed_tokens.weight": "embedding.weight", "embed_positions.weight": "embedding.position.weight",
+        "layer_norm.*": "tower.norm.*", "layers.{i}.": _BART_LAYER,
+    },
+    head_tensors={**HEAD_TENSORS, **_TAGS, "lm": {"output_projection.weight": "head.weight"}},
+    presets={"biogpt": sizes(42384, 1024, 24, 16, 4096, 1024)},
 )  # fmt: skip

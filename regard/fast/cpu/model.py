@@ -122,6 +122,8 @@ def why_not_native(model: Model, precision: str, dtype: torch.dtype | None) -> s
             if type(part) is not GroupedQueryAttention or unlike(part, *ADAPTED):
                 return f"{type(part).__name__} has none in bf16"
         ffn: Any = block.ffn
+        if ffn is None:
+            continue
         ours = type(ffn) is FeedForward and ffn.config.activation in ACTIVATIONS
         if not ours or unlike(ffn, *ADAPTED):
             return "its feed-forward has none in bf16"

@@ -21,6 +21,8 @@ from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.protocol import Context
 from regard.attention.sparse import Indexer, SparseAttention, to_fp8
+from regard.attention.ssd import StateSpaceDual
+from regard.attention.state import StateMechanism
 from regard.fast.cuda.pages import GraphContext, Pages, pages_of
 from regard.fast.cuda.residual import (
     Product,
@@ -41,7 +43,7 @@ from regard.kernels.triton.experts import Experts, choose, experts, scores, suit
 from regard.kernels.triton.experts import reference as expert_reference
 from regard.kernels.triton.linear import ready
 from regard.kernels.triton.wide import HIGHEST, summed
-from regard.layers import FeedForward, LMHead
+from regard.layers import LM, FeedForward, LMHead
 from regard.mask import Span
 from regard.moe import MixtureOfExperts
 
@@ -52,8 +54,9 @@ class GraphHead(LMHead):
     product: Product
 
     def features(self, h: Any) -> Any:
-        scaled = getattr(self.config, "scaled", False)
-        return super().features(h.tensor()) if scaled else h
+        c = self.config
+        plain = isinstance(c, LM) and not c.scaled and c.logit_gain == 1.0
+        return h if plain else super().features(h.tensor())
 
     def project(self, x: Read, weight: Tensor) -> Tensor:
         return self.product(x)
@@ -92,7 +95,7 @@ class GraphExperts(MixtureOfExperts):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         c = self.config
-        if c.groups > 1 or c.gains or not (self.fast and ready(x)):
+        if c.groups > 1 or c.gains or c.score == "sqrtsoftplus" or not (self.fast and ready(x)):
             return super().route(x)
         sigmoid = c.score == "sigmoid"
         more: dict[str, Any] = {"normalized": c.normalized, "correction": self.correction}
@@ -350,8 +353,8 @@ class GraphLatent(LatentAttention):
         return added(self.add, self.out, o, residual)
 
 
-class GraphDelta(GatedDeltaRule):
-    """The gated delta rule as it is, its states in the rows' places."""
+class GraphState(StateMechanism):
+    """A mechanism with a state as it is, its states in the rows' places."""
 
     out: Product
     note: str
@@ -371,6 +374,17 @@ class GraphDelta(GatedDeltaRule):
 
     def project_out(self, o: Tensor, residual: Residual = None) -> Any:
         return added(self.add, self.out, o.flatten(1), residual)
+
+
+class GraphDelta(GraphState, GatedDeltaRule):
+    """The gated delta rule."""
+
+
+class GraphDual(GraphState, StateSpaceDual):
+    """The state-space dual, whose norm is over all heads of a token."""
+
+    def weigh(self, o: Tensor, x: Read) -> Tensor:
+        return StateSpaceDual.weigh(self, o[:, None], tensor(x)[:, None])[:, 0]
 
 
 class GraphIndexer(Indexer):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from regard.attention.delta import GatedDeltaRule
 from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
+from regard.attention.ssd import StateSpaceDual
 from regard.errors import UsageError
 from regard.fast.cpu.prepared import Prepared, prepared
 from regard.fast.inputs import read_by
@@ -155,6 +156,7 @@ class Quantise(Specialise):
         ),
         LatentAttention: lambda maker, m: maker.latent(m),
         GatedDeltaRule: lambda maker, m: maker.products(m, ("wo",)),
+        StateSpaceDual: lambda maker, m: maker.products(m, ("wo",)),
         FeedForward: lambda maker, m: maker.products(m, ("gate", "up"), ("down",)),
         MixtureOfExperts: lambda maker, m: maker.experts(m),
     }

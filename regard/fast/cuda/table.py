@@ -14,18 +14,22 @@ from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.protocol import Mechanism, MechanismConfig
 from regard.attention.sparse import Indexer, SparseAttention
+from regard.attention.ssd import StateSpaceDual
+from regard.attention.state import StateMechanism
 from regard.block import ORDERS, Block, Stack, after, before
 from regard.fast.cuda.generic import GenericBlock, GenericMechanism, GenericPart
 from regard.fast.cuda.parts import (
     GraphAttention,
     GraphCross,
     GraphDelta,
+    GraphDual,
     GraphExperts,
     GraphFeedForward,
     GraphHead,
     GraphIndexer,
     GraphLatent,
     GraphSparse,
+    GraphState,
 )
 from regard.fast.cuda.quantised import PackedHead
 from regard.fast.cuda.residual import (
@@ -59,8 +63,12 @@ def why_not(model: Model) -> str:
         return "its attention to the source keeps other shapes than that to the text"
     if tower.cross and (tower.cross.kind != "gqa" or tower.cross.gated):
         return "its attention to the source has latents, or a gate"
-    if tower.per_layer is not None or tower.borrowing:
+    if tower.out_dim is not None:
+        return "its tower has a layer behind its last norm"
+    if tower.reads_ids or tower.borrowing:
         return "its layers read keys of others, or tables of their own"
+    if tower.streams or any(a.kind == "compressed" for a in tower.each("attention")):
+        return "it has several streams, or keys that stand for many tokens"
     if c.head is None or c.head.kind != "lm":
         return "it has no language-model head"
     if position is not None and getattr(position, "skip", None) is not None:
@@ -91,8 +99,8 @@ class Cuda(Specialise):
     def __init__(self, kernels: bool, relative: nn.Module | None):
         super().__init__()
         self.kernels, self.biased = kernels, relative is not None
-        # Ours are by distance alone.
-        ours = relative is None or type(relative) is RelativeBias
+        # Kernels are given a bias by distance alone.
+        ours = relative is None or (type(relative) is RelativeBias and relative.by_distance)
         self.no_distance = "" if ours else f"it has a {type(relative).__name__}"
 
     def kind(self, kind: type[P]) -> type[P]:
@@ -133,16 +141,20 @@ class Cuda(Specialise):
         why = why if m.residual else "it has no residual"
         if why := why or ("what it gives is scaled" if m.gain is not None else ""):
             return self.over_tensors(m, why)
-        names = ("norm1", "norm3") if m.cross is None else ("norm1", "norm2", "norm3")
-        parts: dict[str, nn.Module] = {n: LeftNorm(getattr(m, n), around is after) for n in names}
+        names = ("norm1", "norm2", "norm3")
+        norms = [n for n, part in zip(names, (m.attention, m.cross, m.ffn)) if part is not None]
+        parts: dict[str, nn.Module] = {n: LeftNorm(getattr(m, n), around is after) for n in norms}
         if m.cross is not None:
             parts["cross"] = self.cross(m.cross)
-        return self.copy(m, ffn=self.feeding(m.ffn), **parts)
+        return self.copy(m, **self.fed(m), **parts)
 
     def over_tensors(self, m: Block, why: str) -> nn.Module:
         self.rows[type(m).__name__, f"GenericBlock, over tensors: {why}"] += 1
         cross = None if m.cross is None else self.cross(m.cross)
-        return GenericBlock(self.copy(m, ffn=self.feeding(m.ffn), cross=cross))
+        return GenericBlock(self.copy(m, **self.fed(m), cross=cross))
+
+    def fed(self, m: Block) -> dict[str, nn.Module]:
+        return {} if m.ffn is None else {"ffn": self.feeding(m.ffn)}
 
     def feeding(self, m: nn.Module) -> nn.Module:
         """What stands for a feed-forward; layers may share it."""
@@ -180,6 +192,8 @@ class Cuda(Specialise):
     def experts(self, m: MixtureOfExperts) -> nn.Module:
         if why := unlike(m, FeedForward, nn.ModuleDict):
             return self.generic(m, why)
+        if m.config.limit is not None and not m.config.raised:
+            return self.generic(m, "nothing is added to up")
         new = self.copy_as(GraphExperts, m)
         biases = None
         if m.gate_bias is not None and m.up_bias is not None and m.down_bias is not None:
@@ -232,10 +246,10 @@ class Cuda(Specialise):
             new.attention.first = self.product(query, attention.w_dkv, m.indexer.wk)
         return new
 
-    def delta(self, m: GatedDeltaRule) -> nn.Module:
+    def state(self, kind: type[GraphState], m: StateMechanism) -> nn.Module:
         if why := unlike(m):
             return self.generic(m, why)
-        new = self.copy_as(GraphDelta, m)
+        new: Any = self.copy_as(kind, m)
         new.out = self.product(m.wo)
         new.note = self.note(new.out.weight, "its state has no kernel")
         return new
@@ -255,7 +269,8 @@ class Cuda(Specialise):
         Stack: lambda maker, m: maker.copy(m, norm=LeftNorm(m.norm)),
         GroupedQueryAttention: lambda maker, m: maker.attention(m),
         LatentAttention: lambda maker, m: maker.latent(m),
-        GatedDeltaRule: lambda maker, m: maker.delta(m),
+        GatedDeltaRule: lambda maker, m: maker.state(GraphDelta, m),
+        StateSpaceDual: lambda maker, m: maker.state(GraphDual, m),
         SparseAttention: lambda maker, m: maker.sparse(m),
         Indexer: lambda maker, m: maker.indexer(m),
         FeedForward: lambda maker, m: maker.feed_forward(m),

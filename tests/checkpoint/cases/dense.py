@@ -38,6 +38,26 @@ CASES: list[Case] = [
     case("ernie4_5", "Ernie4_5ForCausalLM", BASE, num_key_value_heads=1, head_dim=6),
     case("ernie4_5-biases", "Ernie4_5ForCausalLM", KV, rope("linear", factor=2.0), head_dim=10,
          use_bias=True, tie_word_embeddings=False),
+    case("hunyuan", "HunYuanDenseV1ForCausalLM", BASE, num_key_value_heads=1, head_dim=6),
+    case("hunyuan-alpha", "HunYuanDenseV1ForCausalLM", KV, rope("dynamic", alpha=100.0, factor=1.0,
+         beta_fast=32, mscale=1.0), head_dim=10, attention_bias=True, tie_word_embeddings=True),
+    case("hunyuan-yarn", "HunYuanDenseV1ForCausalLM", BASE, YARN, head_dim=8, rms_norm_eps=1e-3),
+    case("apertus", "ApertusForCausalLM", BASE, num_key_value_heads=1),
+    case("apertus-silu", "ApertusForCausalLM", BASE, rope("default"), hidden_act="silu",
+         attention_bias=True, head_dim=6, tie_word_embeddings=True),
+    case("smollm3", "SmolLM3ForCausalLM", BASE, num_key_value_heads=1, no_rope_layer_interval=2,
+         pad_token_id=0),
+    case("smollm3-window", "SmolLM3ForCausalLM", KV, num_hidden_layers=5, no_rope_layers=[0, 1, 1, 0, 0],
+         use_sliding_window=True, sliding_window=4, pad_token_id=0,
+         layer_types=[_SLIDE, _SLIDE, _FULL, _FULL, _SLIDE]),
+    case("smollm3-slides", "SmolLM3ForCausalLM", BASE, num_hidden_layers=4, num_key_value_heads=3,
+         use_sliding_window=True, sliding_window=3, pad_token_id=0, attention_bias=True, mlp_bias=True,
+         tie_word_embeddings=False),
+    case("exaone4", "Exaone4ForCausalLM", KV, num_hidden_layers=4, sliding_window=4),
+    case("exaone4-all", "Exaone4ForCausalLM", BASE, num_key_value_heads=1, sliding_window=None,
+         layer_types=[_FULL, _FULL], head_dim=6, tie_word_embeddings=True),
+    case("exaone4-types", "Exaone4ForCausalLM", KV, YARN, sliding_window=3, layer_types=[_FULL, _SLIDE],
+         sliding_window_pattern="GL", rms_norm_eps=1e-3),
 ]  # fmt: skip
 ODD: Settings = {}
-KEPT: list[str] = ["gemma2"]
+KEPT: list[str] = ["gemma2", "smollm3-window"]

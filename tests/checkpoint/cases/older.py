@@ -9,9 +9,13 @@ _SMALL_IDS = dict(bos_token_id=1, eos_token_id=2)
 
 _NEO = dict(vocab_size=50, hidden_size=24, num_layers=2, num_heads=3, max_position_embeddings=40)
 _NEO |= dict(_SMALL_IDS, attention_types=[[["global", "local"], 1]], window_size=4)
-_OPT = {key: value for key, value in BASE.items() if key != "intermediate_size"}
-_OPT |= dict(ffn_dim=20, pad_token_id=0)
+_FRAME = {key: value for key, value in BASE.items() if key != "intermediate_size"}
+_OPT = dict(_FRAME, ffn_dim=20, pad_token_id=0)
+_FALCON = dict(_FRAME, **_SMALL_IDS)
 _BLOOM = dict(vocab_size=50, hidden_size=24, n_layer=2, n_head=3)
+_MPT = dict(vocab_size=50, d_model=24, n_layers=2, n_heads=3, max_seq_len=40)
+_XGLM = dict(vocab_size=50, d_model=24, num_layers=2, attention_heads=3, ffn_dim=20, pad_token_id=0)
+_XGLM |= dict(max_position_embeddings=40)
 
 CASES = [
     case("starcoder2", "Starcoder2ForCausalLM", KV, _SMALL_IDS, num_key_value_heads=1, sliding_window=4),
@@ -50,9 +54,36 @@ CASES = [
     case("opt-after", "OPTForCausalLM", _OPT, do_layer_norm_before=False, enable_bias=False,
          activation_function="gelu", tie_word_embeddings=False),
     case("opt-no-last-norm", "OPTModel", _OPT, _remove_final_layer_norm=True),
+    case("opt-narrow-words", "OPTForCausalLM", _OPT, do_layer_norm_before=False, word_embed_proj_dim=10),
+    case("opt-narrow-words-labels", "OPTForSequenceClassification", _OPT, word_embed_proj_dim=10, num_labels=3),
+    case("opt-narrow-words-body", "OPTModel", _OPT, word_embed_proj_dim=10),
     case("opt-answers", "OPTForQuestionAnswering", _OPT),
     case("bloom", "BloomForCausalLM", _BLOOM),
     case("bloom-7-heads", "BloomForCausalLM", _BLOOM, hidden_size=42, n_head=7, layer_norm_epsilon=1e-3,
+         tie_word_embeddings=False),
+    case("falcon", "FalconForCausalLM", _FALCON),
+    case("falcon-alibi", "FalconForCausalLM", _FALCON, alibi=True, multi_query=False, parallel_attn=False,
+         bias=True, ffn_hidden_size=17, hidden_size=80, num_attention_heads=20, activation="relu"),
+    case("falcon-new", "FalconForCausalLM", _FALCON, new_decoder_architecture=True, hidden_size=36,
+         num_attention_heads=6, num_kv_heads=2, layer_norm_epsilon=1e-3, tie_word_embeddings=False),
+    case("falcon-new-one-norm", "FalconForCausalLM", _FALCON, new_decoder_architecture=True,
+         num_kv_heads=3, num_ln_in_parallel_attn=1, alibi=True),
+    case("falcon-answers", "FalconForQuestionAnswering", _FALCON),
+    case("falcon-every-head", "FalconModel", _FALCON, multi_query=False,
+         rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=500.0)),
+    case("mpt", "MptForCausalLM", _MPT),
+    case("mpt-odd", "MptForCausalLM", _MPT, d_model=35, n_heads=5, layer_norm_epsilon=1e-3, tie_word_embeddings=False,
+         attn_config=dict(softmax_scale=0.3)),
+    case("mpt-body", "MptModel", _MPT),
+    case("mpt-answers", "MptForQuestionAnswering", _MPT),
+    case("mpt-labels", "MptForSequenceClassification", _MPT, num_labels=3, pad_token_id=0),
+    case("mpt-tags", "MptForTokenClassification", _MPT, num_labels=3, pad_token_id=0),
+    case("xglm", "XGLMForCausalLM", _XGLM),
+    case("xglm-unscaled", "XGLMForCausalLM", _XGLM, d_model=35, attention_heads=5, scale_embedding=False,
+         activation_function="relu", tie_word_embeddings=False),
+    case("xglm-body", "XGLMModel", _XGLM),
+    case("biogpt", "BioGptForCausalLM", BASE),
+    case("biogpt-unscaled", "BioGptForCausalLM", BASE, scale_embedding=False, hidden_act="relu",
          tie_word_embeddings=False),
     case("bloom-answers", "BloomForQuestionAnswering", _BLOOM),
 ]  # fmt: skip
