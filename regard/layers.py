@@ -136,7 +136,7 @@ class PlusOneNorm(nn.LayerNorm):
 
 
 class UnitNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps): an RMSNorm without a weight, the mean in float32 (Llama 4)."""
+    """x / sqrt(mean(x^2) + eps): an RMSNorm without a weight, the mean in float32 (Llama 4, Gemma 4)."""
 
     def __init__(self, eps: float):
         super().__init__()
@@ -314,9 +314,9 @@ class LM:
     tied: bool = True  # the embedding is the head's matrix
     bias: bool = False  # on the logits
     scaled: bool = False  # hidden times dim^-0.5 first (T5 v1.0)
-    logit_gain: Positive = 1.0  # hidden times it first (Granite)
     trained: bool = True  # the bias; BART and Marian keep theirs as it was loaded
     logit_softcap: Positive | None = None  # logits are c tanh(z / c)
+    logit_gain: Positive = 1.0  # hidden times it first (Granite)
     kind: str = "lm"
 
 

@@ -49,25 +49,24 @@ class GQA:
     value_dim: Count | None = None  # width of a value head; default: head_dim
     rope: Rope | None = None  # rotary positions
     bias: bool = False  # on q, k, v
-    key_bias: bool = True  # on k too, where q and v have one (Whisper: no)
     out_bias: bool = False  # on the output
     qk_norm: Amount | None = None  # eps of an RMS norm on each query and key head
-    # after they are turned (HunYuan)
-    qk_norm_last: Annotated[bool, EPS, *ALONE] = False
     qk_norm_whole: Annotated[bool, EPS] = False  # on all heads at once (OLMo 2)
     qk_norm_plus_one: Annotated[bool, EPS] = False  # by 1 + w (Gemma 3)
-    qk_norm_bare: Annotated[bool, EPS] = False  # without a weight (Llama 4)
     window: Count | None = None  # a query sees this many tokens at most, itself among them
-    chunk: Count | None = None  # a query sees its own run of this many positions alone (Llama 4)
     dropout: Fraction = 0.0  # of attention weights, in training
     scale: Real | None = None  # default: 1 / sqrt(head_dim)
     softcap: Positive | None = None  # scores are c tanh(s / c)
     sinks: bool = False  # one trained score per head for a key without a value
     gated: bool = False  # each head's output by a sigmoid of x (Qwen3-Next)
-    clip: Positive | None = None  # q, k and v are kept between it and -it before they turn (OLMoE)
-    temperature: Temperature | None = None  # queries grow with their positions (Llama 4)
+    key_bias: bool = True  # on k too, where q and v have one (Whisper: no)
+    qk_norm_last: Annotated[bool, EPS, *ALONE] = False  # after they are turned (HunYuan)
+    qk_norm_bare: Annotated[bool, EPS] = False  # without a weight (Llama 4)
     v_norm: Amount | None = None  # eps of an RMS norm without weights on each value head (Gemma 4)
     value_is_key: bool = False  # a value is its key, before norms and positions (Gemma 4)
+    chunk: Count | None = None  # a query sees its own run of this many positions alone (Llama 4)
+    clip: Positive | None = None  # q, k and v are kept between it and -it before they turn (OLMoE)
+    temperature: Temperature | None = None  # queries grow with their positions (Llama 4)
     kind: str = "gqa"
 
     @property

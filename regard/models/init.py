@@ -132,6 +132,9 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
         # gpt-oss, whose they are
         if isinstance(part, GroupedQueryAttention) and part.sinks is not None:
             nn.init.normal_(part.sinks, std=start.std)
+        # ERNIE 4.5, likewise
+        if isinstance(part, MixtureOfExperts) and part.config.wide_router:
+            nn.init.zeros_(part.router.weight)
         if isinstance(part, MixtureOfExperts) and part.router.bias is not None:
             nn.init.normal_(part.router.bias, std=start.std)
             for name in ("gate_bias", "up_bias", "down_bias"):
