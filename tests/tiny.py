@@ -36,6 +36,8 @@ def tiny(name: str, **more: Any) -> regard.Model:
     # Dense ones first, attention last.
     if "deepseek" in name or "next" in name or "hybrid" in name:
         changes["layers"] = 4
+    if "mamba" in name:
+        changes["groups"] = 2
     if "kimi" in name:
         changes["layers"] = 5
     # Of heads of 4.

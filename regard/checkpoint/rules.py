@@ -442,8 +442,8 @@ def sliding_layers(
     return replace(group, reader=read)
 
 
-def is_moe(ffn: Data) -> bool:
-    return ffn["kind"] == "moe"
+def is_moe(ffn: Data | None) -> bool:
+    return ffn is not None and ffn["kind"] == "moe"
 
 
 def experts_by_layer(first_dense: int) -> Group:

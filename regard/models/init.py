@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.attention.multihead import GroupedQueryAttention
+from regard.attention.ssd import StateSpaceDual
 from regard.block import Stack
 from regard.config import Amount, settings
 from regard.layers import LabelHead, LMHead, RMSNorm, TokenBatchNorm
@@ -84,6 +85,8 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
                 nn.init.normal_(part.out.weight, std=part.out.in_features**-0.5)
         if isinstance(part, GroupedQueryAttention) and start.scheme == "t5":
             part.wq.weight.div_(part.d**0.5)
+        if isinstance(part, StateSpaceDual):
+            _matrix(part.wo.weight, Start("uniform"))
         # gpt-oss, whose they are
         if isinstance(part, GroupedQueryAttention) and part.sinks is not None:
             nn.init.normal_(part.sinks, std=start.std)

@@ -126,7 +126,8 @@ def test_dropouts_in_training_are_theirs(architecture: str, said: bool) -> None:
     wanted = census(lambda: theirs(module, given))
     assert census(lambda: model(**given, backend="reference")) == wanted
     if said:
-        assert wanted
+        # Mamba has none.
+        assert wanted or architecture.startswith("Mamba")
 
 
 @pytest.mark.parametrize("drop, kept", [(0.0, 2), (0.999, 0)])

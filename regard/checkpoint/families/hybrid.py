@@ -207,7 +207,7 @@ def _olmo_value_dim(hf: Data) -> int:
 
 
 def _olmo_linear(hf: Data, layer: int) -> bool:
-    last = hf["num_hidden_layers"] - 1
+    last = hf.get("num_hidden_layers", 0) - 1
     return layer % 4 < 3 and not (layer == last < 3)
 
 
@@ -379,14 +379,16 @@ def _check_expand(theirs: Data, _: Data) -> None:
 
 
 def _write_expand(ours: Data, theirs: Data) -> None:
-    tower = ours["tower"]
-    wide = tower["attention"]["heads"] * tower["attention"]["head_dim"]
-    if wide % tower["dim"]:
-        raise rules.wrong(
-            f"heads * head_dim is {wide}; it must be a multiple of dim={tower['dim']}"
-        )
-    if theirs.get("expand", 2) != wide // tower["dim"]:
-        theirs["expand"] = wide // tower["dim"]
+    if rules.need(ours, "tower.attention.kind") != "ssd":
+        raise rules.wrong("a mamba2 model has states alone")
+    dim, *both = (
+        rules.need(ours, f"tower.{at}") for at in ("dim", "attention.heads", "attention.head_dim")
+    )
+    wide = math.prod(both)
+    if wide % dim:
+        raise rules.wrong(f"heads * head_dim is {wide}; it must be a multiple of dim={dim}")
+    if theirs.get("expand", 2) != wide // dim:
+        theirs["expand"] = wide // dim
 
 
 def _limit(theirs: Data) -> tuple[float, float]:
