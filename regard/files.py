@@ -40,10 +40,13 @@ def nearby(path: str | Path) -> str:
 
 
 def model_folder(path: str | Path) -> Path:
-    """`path` if it is a folder; else a sentence that says what to type, for a name on the Hugging Face Hub too."""
+    """`path` if it is a folder, or what was pulled of a name on the Hugging Face Hub; else a sentence that says what to
+    type."""
     folder, name = Path(path), str(path)
     if folder.is_dir():
         return folder
+    if not folder.exists() and (pulled := in_hub_cache(name)):
+        return pulled
     text = f"{name} is not a folder; give the path of a model folder (with config.json and weights)"
     if folder.is_symlink() and not folder.exists():
         text += f"; it is a link to {os.readlink(folder)}, which is not there"
@@ -54,11 +57,40 @@ def model_folder(path: str | Path) -> Path:
         text += (
             f". A run is made by regard train {run}.toml, of a recipe by regard recipes run {run}"
         )
-    elif not folder.exists() and re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name):
-        here = name.rpartition("/")[2]
-        command = f"hf download {name} --local-dir {here}"
-        text += f". If it is a model on the Hugging Face Hub: {command}   and then give {here}"
+    elif not folder.exists() and hub_name(name):
+        text += f". If it is a model on the Hugging Face Hub: regard pull {name}"
     raise UsageError(text)
+
+
+def hub_name(name: str) -> tuple[str, str] | None:
+    """org/name, or org/name@revision, as (org/name, revision); None if it is no such name."""
+    found = re.fullmatch(r"((?:\w[\w.-]*/)?\w[\w.-]*)(?:@(\w[\w./-]*))?", name)
+    odd = found is None or found[1].startswith("runs/") or ".." in name
+    return None if found is None or odd else (found[1], found[2] or "main")
+
+
+def hub_cache() -> Path:
+    """Where the Hugging Face Hub's programs keep what they downloaded."""
+    own = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    home = os.environ.get("HF_HOME")
+    if home is None:
+        home = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(own or os.path.join(home, "hub")).expanduser()
+
+
+def in_hub_cache(name: str) -> Path | None:
+    """The folder in the hub's cache that a name on the hub means, if it was brought here."""
+    if (parsed := hub_name(name)) is None:
+        return None
+    repo, revision = parsed
+    home = hub_cache() / f"models--{repo.replace('/', '--')}"
+    try:
+        commit = (home / "refs" / revision).read_text(encoding="utf-8").strip()
+    except OSError:
+        commit = revision
+    folder = home / "snapshots" / commit
+    there = any((folder / f"{name}.json").is_file() for name in ("config", "adapter_config"))
+    return folder if re.fullmatch(r"[\w-]+", commit) and there else None
 
 
 DEMO = Path(__file__).parent / "serve" / "demo"
@@ -66,10 +98,12 @@ DEMO = Path(__file__).parent / "serve" / "demo"
 
 def resolve_model(path: str | Path) -> Path:
     """The model folder that is meant: of a run's folder its best model, or its last where none was evaluated; `demo`,
-    where there is no such folder, is the tiny model that is included."""
+    where there is no such folder, is the tiny model that is included; a name on the hub what was pulled of it."""
     home, names = Path(path), ("config", "adapter", "adapter_config")
     if str(path) == "demo" and not home.exists():
         return DEMO
+    if not home.exists() and (pulled := in_hub_cache(str(path))):
+        return pulled
     for place in (home, home / "best", home / "last"):
         if any((place / f"{name}.json").is_file() for name in names):
             return place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Annotated, Protocol
 
@@ -17,12 +18,12 @@ from regard.kernels.c.train import gelu_tanh
 @settings
 class Norm:
     """LayerNorm: (x - mean) / sqrt(var + eps) * w + b over the features of each token, biased variance.
-    RMSNorm (`rms`): x / sqrt(mean(x^2) + eps) * w. `plus_one`: it multiplies by 1 + w (Gemma)."""
+    RMSNorm (`rms`): x / sqrt(mean(x^2) + eps) * w. `plus_one`: they multiply by 1 + w (Gemma, Nemotron)."""
 
     eps: Amount = 1e-5  # inside the root
     rms: bool = False  # RMSNorm
     biased: bool = True  # a LayerNorm
-    plus_one: Annotated[bool, Needs("rms", such="true")] = False  # by 1 + w (Gemma)
+    plus_one: bool = False  # by 1 + w (Gemma, Nemotron)
     kind: str = "norm"
 
     def __post_init__(self) -> None:
@@ -32,7 +33,8 @@ class Norm:
     def make(self, dim: int) -> nn.Module:
         if self.rms:
             return RMSNorm(dim, self.eps, self.plus_one)
-        return nn.LayerNorm(dim, self.eps, bias=self.biased)
+        kind = PlusOneNorm if self.plus_one else nn.LayerNorm
+        return kind(dim, self.eps, bias=self.biased)
 
 
 @settings
@@ -122,15 +124,82 @@ class RMSNorm(nn.Module):
         return F.rms_norm(wide, self.weight.shape, self.gain, self.eps).to(x.dtype)
 
 
-class Add(nn.Module):
-    """What a part of a block adds to the stream: residual + dropout(y), y normed first where the order says so."""
+class PlusOneNorm(nn.LayerNorm):
+    """A LayerNorm that multiplies by 1 + w, in float32 as its RMS form. w starts at 1, as in transformers' Nemotron."""
 
-    def __init__(self, dropout: float = 0.0, norm: nn.Module | None = None):
+    def forward(self, input: Tensor) -> Tensor:
+        wide = torch.promote_types(input.dtype, torch.float32)
+        bias = None if self.bias is None else self.bias.to(wide)
+        gain = 1 + self.weight.to(wide)
+        x = F.layer_norm(input.to(wide), self.normalized_shape, gain, bias, self.eps)
+        return x.to(input.dtype)
+
+
+class UnitNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps): an RMSNorm without a weight, the mean in float32 (Llama 4)."""
+
+    def __init__(self, eps: float):
         super().__init__()
-        self.dropout, self.norm = nn.Dropout(dropout), norm
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return F.rms_norm(wide, x.shape[-1:], None, self.eps).to(x.dtype)
+
+
+class Gain(nn.Module):
+    """x times one number, which is loaded and not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class LayerScale(nn.Module):
+    """Each feature times a trained number (Touvron et al. 2021, arXiv:2103.17239)."""
+
+    def __init__(self, dim: int, start: float):
+        super().__init__()
+        self.start, self.weight = start, nn.Parameter(torch.full((dim,), start))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Add(nn.Module):
+    """What a part of a block adds to the stream: residual + dropout(y), y normed or scaled first where the tower says
+    so. `path`: the share of rows for which a step of training adds nothing (Huang et al. 2016, arXiv:1603.09382)."""
+
+    def __init__(self, dropout: float = 0.0, norm: nn.Module | None = None, path: float = 0.0):
+        super().__init__()
+        self.dropout, self.norm, self.path = nn.Dropout(dropout), norm, path
 
     def forward(self, y: Tensor, residual: Tensor | None = None) -> Tensor:
         y = self.dropout(y if self.norm is None else self.norm(y))
+        if self.path and self.training:
+            kept = torch.rand(len(y), *[1] * (y.dim() - 1), device=y.device) >= self.path
+            y = y * kept / (1 - self.path)
+        return y if residual is None else plus(residual, y)
+
+
+class ScaledAdd(Add):
+    """Times `gain` before it is added (Granite)."""
+
+    def __init__(
+        self,
+        gain: float,
+        dropout: float = 0.0,
+        norm: nn.Module | None = None,
+        path: float = 0.0,
+    ):
+        super().__init__(dropout, norm, path)
+        self.gain = gain
+
+    def forward(self, y: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = super().forward(y) * self.gain
         return y if residual is None else plus(residual, y)
 
 
@@ -143,6 +212,36 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu2": lambda x: F.relu(x).square(),
 }
+
+
+class Xielu(nn.Module):
+    """xIELU (Huang and Schlag 2025, arXiv:2411.13010): a x^2 + b x above 0, c (e^x - 1 - x) + b x below, with trained
+    a = softplus(alpha_p) and c = b + softplus(alpha_n). b and the x next to 0 at which e^x - 1 stops are kept with the
+    weights, and no gradient changes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha_p, self.alpha_n = (nn.Parameter(torch.empty(1)) for _ in "pn")
+        self.beta = nn.Parameter(torch.empty(()), requires_grad=False)
+        self.eps = nn.Parameter(torch.empty(()), requires_grad=False)
+        self.start()
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """a and c are 0.8."""
+        for weight, value in ((self.alpha_p, 0.8), (self.alpha_n, 0.3)):
+            nn.init.constant_(weight, math.log(math.expm1(value)))
+        nn.init.constant_(self.beta, 0.5)
+        nn.init.constant_(self.eps, -1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, c = F.softplus(self.alpha_p), self.beta + F.softplus(self.alpha_n)
+        below = (torch.expm1(torch.minimum(x, self.eps)) - x) * c
+        return torch.where(x > 0, a * x * x, below) + self.beta * x
+
+
+# Activations with weights of their own, for feed-forwards alone.
+TRAINED: dict[str, type[nn.Module]] = {"xielu": Xielu}
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
@@ -161,6 +260,8 @@ class MLP:
     bias: bool = True  # of its linear layers
     # after the activation; None: this family has none there, and `build(dropout=)` adds none
     dropout: Fraction | None = None
+    # of a gated one: its gate stays below it, up within it (DeepSeek-V4)
+    limit: Annotated[Positive, Needs("gated", such="true")] | None = None
     kind: str = "mlp"
 
     def make(self, dim: int, add: Add | None = None) -> FeedForward:
@@ -173,11 +274,17 @@ class FeedForward(Renamed, nn.Module):
     def __init__(self, config: MLP, dim: int, add: Add | None = None):
         super().__init__()
         c = config
-        self.config, self.act = c, activation(c.activation)
+        trained = TRAINED.get(c.activation)
+        self.config, self.act = c, trained() if trained else activation(c.activation)
         self.gate = nn.Linear(dim, c.ffn_dim, bias=c.bias) if c.gated else None
         self.up = nn.Linear(dim, c.ffn_dim, bias=c.bias)
         self.down = nn.Linear(c.ffn_dim, dim, bias=c.bias)
         self.dropout, self.add = nn.Dropout(c.dropout or 0.0), add or Add()
+
+    @property
+    def special(self) -> str:
+        """Why no fast part can stand for this one, or nothing."""
+        return "" if self.config.limit is None else "its gate has a limit"
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return self.project_down(self.project_up(x), residual)
@@ -185,6 +292,9 @@ class FeedForward(Renamed, nn.Module):
     def project_up(self, x: Tensor) -> Tensor:
         if self.gate is None:
             return self.act(self.up(x))
+        limit = self.config.limit
+        if limit is not None:
+            return self.act(self.gate(x).clamp(max=limit)) * self.up(x).clamp(-limit, limit)
         return times(self.up(x), self.act(self.gate(x)))
 
     def project_down(self, h: Tensor, residual: Tensor | None) -> Tensor:
@@ -204,6 +314,7 @@ class LM:
     tied: bool = True  # the embedding is the head's matrix
     bias: bool = False  # on the logits
     scaled: bool = False  # hidden times dim^-0.5 first (T5 v1.0)
+    logit_gain: Positive = 1.0  # hidden times it first (Granite)
     trained: bool = True  # the bias; BART and Marian keep theirs as it was loaded
     logit_softcap: Positive | None = None  # logits are c tanh(z / c)
     kind: str = "lm"
@@ -228,12 +339,13 @@ DenseNorm = Annotated[Norm, Needs("dense", such="gelu")]
 @settings
 class Classify:
     """One label for the whole: out(act(dense h)) of one token, or out(h) without `dense`. An encoder is read at its
-    first token or as the mean of all, a causal tower at its last real one, which alone has seen all. `distilled`: the
-    mean of that and of a second `out` on the second token, which learned from a teacher (DeiT)."""
+    first token, as the mean of all, or as "both": the first token beside the mean of the others (DINOv2); a causal
+    tower at its last real one, which alone has seen all. `distilled`: the mean of that and of a second `out` on the
+    second token, which learned from a teacher (DeiT)."""
 
     labels: Count  # classes
     dense: str | None = "tanh"  # activation of a layer before `out`; none: no such layer
-    token: Annotated[str, Choice(("first", "last", "mean"))] = "first"  # which one is read
+    token: Annotated[str, Choice(("first", "last", "mean", "both"))] = "first"  # which one is read
     bias: bool = True  # of `out`
     distilled: bool = False  # a second `out` (DeiT)
     dropout: Fraction | None = None  # before `out`; None as for MLP
@@ -245,6 +357,16 @@ class Classify:
     def __post_init__(self) -> None:
         if self.distilled and (self.dense or self.token != "first"):
             raise UsageError("head.distilled reads the first two tokens: dense=None, token='first'")
+        if self.token == "both" and self.dense:
+            raise UsageError("head.token='both' is read by `out` itself: dense=None")
+
+
+@settings
+class Project:
+    """One vector for the whole: the pooled one times a matrix (CLIP). The tower has to say how it is pooled."""
+
+    width: Count  # of the vector
+    kind: str = "project"
 
 
 @settings
@@ -269,6 +391,17 @@ class Answer:
     dense_bias: bool = True  # as in Tag
     norm: DenseNorm | None = None  # as in Tag
     kind: str = "answer"
+
+
+class Projection(nn.Module):
+    """pooled (b m) -> (b width)."""
+
+    def __init__(self, config: Project, dim: int):
+        super().__init__()
+        self.config, self.out = config, nn.Linear(dim, config.width, bias=False)
+
+    def forward(self, h: Tensor, embedding: Tensor | None = None) -> Tensor:
+        return self.out(h)
 
 
 class LMHead(nn.Module):
@@ -296,7 +429,9 @@ class LMHead(nn.Module):
         """What the vocabulary's weights are multiplied by."""
         if self.dense is not None and self.act is not None and self.norm is not None:
             return self.norm(self.act(self.dense(h)))
-        return h * h.shape[-1] ** -0.5 if isinstance(self.config, LM) and self.config.scaled else h
+        gain = 1.0 if isinstance(self.config, MLM) else self.config.logit_gain
+        gain = gain * h.shape[-1] ** -0.5 if getattr(self.config, "scaled", False) else gain
+        return h if gain == 1.0 else h * gain
 
     def forward(self, h: Tensor, embedding: Tensor) -> Tensor:
         weight = embedding if self.weight is None else self.weight
@@ -325,7 +460,8 @@ class LabelHead(nn.Module):
         self.act = activation(c.dense) if c.dense else None
         self.norm = c.norm.make(dim) if c.norm else None
         bias = c.bias if isinstance(c, Classify) else True
-        self.out = nn.Linear(dim, config.labels, bias=bias)
+        read = 2 * dim if isinstance(c, Classify) and c.token == "both" else dim
+        self.out = nn.Linear(read, config.labels, bias=bias)
         distilled = isinstance(c, Classify) and c.distilled
         self.teacher = nn.Linear(dim, config.labels, bias=bias) if distilled else None
         self.dropout = nn.Dropout(config.dropout or 0.0)
@@ -335,7 +471,10 @@ class LabelHead(nn.Module):
             return (self.out(h[:, 0]) + self.teacher(h[:, 1])) / 2
         if isinstance(self.config, Classify):
             token = self.config.token
-            h = h.mean(1) if token == "mean" else h[:, 0 if token == "first" else -1]
+            if token == "both":
+                h = torch.cat([h[:, 0], h[:, 1:].mean(1)], -1)
+            else:
+                h = h.mean(1) if token == "mean" else h[:, 0 if token == "first" else -1]
             h = self.dropout(h) if self.config.dropped_twice else h
         if self.dense is not None and self.act is not None:
             h = self.act(self.dense(h))
@@ -346,8 +485,12 @@ class LabelHead(nn.Module):
 Head = LM | MLM | Classify | Tag | Answer
 
 
-def make_head(config: Head, dim: int, vocab: int, width: int | None = None) -> LMHead | LabelHead:
+def make_head(
+    config: Head | Project, dim: int, vocab: int, width: int | None = None
+) -> LMHead | LabelHead | Projection:
     """`width`: of the embedding, where it is not `dim`."""
+    if isinstance(config, Project):
+        return Projection(config, dim)
     if isinstance(config, (LM, MLM)):
         return LMHead(config, dim, vocab, width)
     return LabelHead(config, dim)

@@ -58,12 +58,17 @@ class Span:
         doc = None if mask is None else mask.documents
         if doc is None:
             return self
-        column = torch.arange(doc.shape[1], device=doc.device).expand_as(doc)
-        begins = torch.nn.functional.pad(doc[:, 1:] != doc[:, :-1], (1, 0), value=True)
-        table = column - torch.where(begins, column, 0).cummax(1).values
+        table = places(doc)
         index = self.index.expand(len(doc), -1)
         place = table.gather(1, index.clamp(min=0))
         return Span(self.index, self.start, torch.where(index < 0, -1, place))
+
+
+def places(doc: Tensor) -> Tensor:
+    """Where each position of packed rows stands in its document (b n)."""
+    column = torch.arange(doc.shape[1], device=doc.device).expand_as(doc)
+    begins = torch.nn.functional.pad(doc[:, 1:] != doc[:, :-1], (1, 0), value=True)
+    return column - torch.where(begins, column, 0).cummax(1).values
 
 
 class Mask:
@@ -127,6 +132,28 @@ class Window(Mask):
 
     def binding(self, q: range, k: range) -> list[Mask]:
         return [] if max(q[-1] - k[0], k[-1] - q[0]) < self.width else [self]
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk(Mask):
+    """q and k stand in the same run of `size` positions, counted from 0 (Llama 4). Of packed rows each document is
+    counted anew: `place` (b n) is where each position stands in its own (`places`)."""
+
+    size: int
+    place: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return 1 if self.place is None else len(self.place)
+
+    def see(self, row: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if self.place is not None:
+            q, k = (self.place[row, pos.clamp(min=0)] for pos in (q, k))
+        return q // self.size == k // self.size
+
+    def binding(self, q: range, k: range) -> list[Mask]:
+        whole = min(q[0], k[0]) // self.size == max(q[-1], k[-1]) // self.size
+        return [] if self.place is None and whole else [self]
 
 
 @dataclass(frozen=True, eq=False)

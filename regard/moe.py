@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.config import AtMost, Choice, Count, Divides, Positive, Whole, settings
+from regard.config import Amount, AtMost, Choice, Count, Divides, Positive, Whole, settings
 from regard.errors import Former, Renamed, UsageError
-from regard.layers import MLP, Add, FeedForward, activation
+from regard.layers import MLP, Add, FeedForward, RMSNorm, activation
 
 
 @settings
@@ -33,7 +33,7 @@ class MoE:
     shared_dim: Count | None = None  # of all shared experts together; default: shared * ffn_dim
     shared_gated: bool = False  # their output by a sigmoid of x (Qwen3-Next)
     # of the router's logits
-    score: Annotated[str, Choice(("softmax", "sigmoid"))] = "softmax"
+    score: Annotated[str, Choice(("softmax", "sigmoid", "sqrtsoftplus"))] = "softmax"
     normalized: bool = True  # the chosen weights sum to 1
     gain: Positive = 1.0  # the weights are multiplied by it
     groups: Annotated[Count, Divides("experts")] = 1  # experts are chosen within groups
@@ -41,6 +41,12 @@ class MoE:
     corrected: bool = False  # a bias on the choice, which keeps the balance
     bias: bool = False  # on the router and inside every expert
     limit: Positive | None = None  # bounds of gate and up (gpt-oss)
+    # eps: router, experts and shared ones read the stream by norms of their own, and the latter add by such (Gemma 4)
+    normed: Amount | None = None
+    gains: bool = False  # a trained number for each expert, which its weight is multiplied by
+    # with limit: 1 is added to up; False: it is not, and shared experts have that limit too (DeepSeek-V4)
+    raised: bool = True
+    hashed: Whole = 0  # rows of a table by token, which says the experts; 0: the router chooses
     kind: str = "moe"
 
     def __post_init__(self) -> None:
@@ -55,7 +61,8 @@ class MoE:
     def all_shared(self) -> MLP:
         """The shared experts as one wide feed-forward."""
         width = self.shared_dim or self.shared * self.ffn_dim
-        return MLP(width, self.activation, gated=True, bias=self.shared_bias)
+        limit = None if self.raised else self.limit
+        return MLP(width, self.activation, gated=True, bias=self.shared_bias, limit=limit)
 
     def make(self, dim: int, add: Add | None = None) -> MixtureOfExperts:
         return MixtureOfExperts(self, dim, add)
@@ -68,7 +75,7 @@ class MixtureOfExperts(Renamed, nn.Module):
     up_bias: Tensor | None
     down_bias: Tensor | None
     # Loading in half precision leaves it float32: its values lie so close that rounding them chooses other experts.
-    wide = ("correction",)
+    wide = ("correction", "table")
 
     def __init__(self, config: MoE, dim: int, add: Add | None = None):
         super().__init__()
@@ -86,6 +93,17 @@ class MixtureOfExperts(Renamed, nn.Module):
             bias = nn.Parameter(torch.zeros(c.experts, width)) if c.bias else None
             self.register_parameter(f"{name}_bias", bias)
         self.shared = FeedForward(c.all_shared, dim) if c.shared else None
+        self.norms = None
+        if c.normed is not None:
+            parts = ["router", "experts", "experts_out"] + ["shared", "shared_out"] * bool(c.shared)
+            eps = c.normed
+            self.norms = nn.ModuleDict({part: RMSNorm(dim, eps) for part in parts})
+        self.gains = nn.Parameter(torch.ones(c.experts)) if c.gains else None
+        self.table = None
+        if c.hashed:
+            table = torch.arange(c.hashed)[:, None] * c.active + torch.arange(c.active)
+            # Whole numbers, which float32 holds: parameters are cast, moved and saved as one.
+            self.table = nn.Parameter((table % c.experts).float(), requires_grad=False)
         self.shared_gate = nn.Linear(dim, 1, bias=False) if c.shared and c.shared_gated else None
         self.add = add or Add()
         # Of the last forward in training: scores (n E) and choices (n a) of every token.
@@ -106,8 +124,7 @@ class MixtureOfExperts(Renamed, nn.Module):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (n m) -> the chosen experts (n a) and their weights (n a), in float32 at least."""
-        c, logits = self.config, self.logits(x)
-        score = logits.softmax(-1) if c.score == "softmax" else self.sigmoid(logits)
+        c, score = self.config, self.score(x)
         wish = score if self.correction is None else score + self.correction
         if c.groups > 1:
             grouped = wish.unflatten(-1, (c.groups, -1))  # n groups E/groups
@@ -116,12 +133,32 @@ class MixtureOfExperts(Renamed, nn.Module):
             kept = torch.zeros_like(rank).scatter(1, self.choose(rank, c.active_groups), 1.0).bool()
             wish = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
         chosen = self.choose(wish, c.active)
+        return chosen, self.weigh(score, chosen)
+
+    def score(self, x: Tensor) -> Tensor:
+        """Of every expert (n E)."""
+        logits, kind = self.logits(x), self.config.score
+        if kind == "sqrtsoftplus":
+            return self.softplus(logits).sqrt()
+        return logits.softmax(-1) if kind == "softmax" else self.sigmoid(logits)
+
+    def by_table(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """As `route`, but the table says which experts."""
+        assert self.table is not None
+        chosen = self.table[ids.flatten()].long()
+        return chosen, self.weigh(self.score(x), chosen)
+
+    def weigh(self, score: Tensor, chosen: Tensor) -> Tensor:
+        """The chosen experts' weights (n a)."""
+        c = self.config
         if self.training and torch.is_grad_enabled():
             self._record(score, chosen)
         weight = score.gather(-1, chosen)
         if c.normalized:
             weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
-        return chosen, weight * c.gain
+        if self.gains is not None:
+            weight = weight * self.gains[chosen]
+        return weight * c.gain
 
     def choose(self, scores: Tensor, k: int) -> Tensor:
         """Places (n k) of the k largest of each row, the largest first; of equal ones the first."""
@@ -135,15 +172,26 @@ class MixtureOfExperts(Renamed, nn.Module):
         if torch._C._current_graph_task_id() == -1:
             self.routed = score, chosen
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, ids: Tensor | None = None
+    ) -> Tensor:
         x = self.expert_input(x)
-        out = self.mix(x, *self.route(x.flatten(0, -2)))
+        routed = self.by_norm("router", x).flatten(0, -2)
+        if self.norms is not None:
+            routed = routed * routed.shape[-1] ** -0.5
+        chosen = self.route(routed) if ids is None else self.by_table(routed, ids)
+        out = self.mix(self.by_norm("experts", x), *chosen)
+        out = self.by_norm("experts_out", out)
         if self.shared is not None:
-            shared = self.shared(x)
+            shared = self.by_norm("shared_out", self.shared(self.by_norm("shared", x)))
             if self.shared_gate is not None:
                 shared = self.sigmoid(self.shared_gate(x)) * shared
             out = self.plus(out, shared)
         return self.add_residual(out, residual)
+
+    def by_norm(self, name: str, x: Tensor) -> Tensor:
+        """x, normed where this mixture has norms of its own."""
+        return x if self.norms is None else self.norms[name](x)
 
     def expert_input(self, x: Tensor) -> Tensor:
         """What the router and all experts read."""
@@ -169,7 +217,7 @@ class MixtureOfExperts(Renamed, nn.Module):
         gate, up = self.project(x, e, "gate"), self.project(x, e, "up")
         if self.config.limit is not None:
             limit = self.config.limit
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + int(self.config.raised)
         return self.project(self.act(gate) * up, e, "down")
 
     def project(self, x: Tensor, e: int, name: str) -> Tensor:
@@ -181,6 +229,9 @@ class MixtureOfExperts(Renamed, nn.Module):
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return torch.sigmoid(x)
+
+    def softplus(self, x: Tensor) -> Tensor:
+        return F.softplus(x)
 
     enter = Former("expert_input")
     leave = Former("add_residual")

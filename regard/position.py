@@ -13,7 +13,7 @@ from typing import Annotated, Protocol
 import torch
 from torch import Tensor, nn
 
-from regard.config import Amount, Choice, Count, Kinds, Positive, Share, Whole, settings
+from regard.config import Amount, Choice, Count, Kinds, Positive, Real, Share, Whole, settings
 from regard.errors import UsageError
 
 # --- vectors added to the embeddings ------------------------------------------------------------------------------
@@ -49,11 +49,14 @@ class Sinusoidal:
     """PE(p, 2i) = sin(p w_i), PE(p, 2i+1) = cos(p w_i), w_i = base^(-2i/d)   (Vaswani et al. 2017, 3.5).
 
     `layout`: "interleaved" as in the paper, "halves" (sines, then cosines: Marian), "fairseq" (halves with
-    w_i = base^(-i/(d/2-1))). PE(p+k) is a fixed rotation of PE(p)."""
+    w_i = base^(-i/(d/2-1))). PE(p+k) is a fixed rotation of PE(p). `offset` and `skip` as for Learned, but what is
+    skipped gets nothing (M2M100)."""
 
     max_len: Count  # places
     base: Positive = 10000.0  # the longest wave is 2 pi base
     layout: str = "interleaved"  # interleaved, halves or fairseq
+    offset: Whole = 0  # what place 0 counts as
+    skip: Whole | None = None  # id that gets no place
     kind: str = "sinusoidal"
 
     def make(self, dim: int) -> PositionVectors:
@@ -62,12 +65,15 @@ class Sinusoidal:
 
 def sinusoid(pos: Tensor, dim: int, base: float = 10000.0, layout: str = "interleaved") -> Tensor:
     """pos (...) -> (... dim), in float64 inside: any width, odd ones too."""
-    half = (dim + 1) // 2
+    # An odd width ends with a sine, and in fairseq with a 0.
+    half = dim // 2 if layout == "fairseq" else (dim + 1) // 2
     step = 1 / max(half - 1, 1) if layout == "fairseq" else 2 / dim
     i = torch.arange(half, dtype=torch.float64, device=pos.device)
     angle = pos.double()[..., None] * torch.exp(-math.log(base) * step * i)
     sin, cos = angle.sin(), angle.cos()[..., : dim // 2]
-    if layout in ("halves", "fairseq"):
+    if layout == "fairseq":
+        return torch.cat([sin, cos, sin.new_zeros(*pos.shape, dim % 2)], -1)
+    if layout == "halves":
         return torch.cat([sin, cos], -1)
     if layout != "interleaved":
         raise UsageError(f"sinusoid layout {layout!r}; choose interleaved, halves or fairseq")
@@ -88,16 +94,18 @@ class PositionVectors(nn.Module):
 
     def forward(self, pos: Tensor, ids: Tensor | None = None) -> Tensor:
         c = self.config
-        if isinstance(c, Sinusoidal):
-            return sinusoid(pos.clamp(min=0), self.dim, c.base, c.layout)
         if c.skip is not None and ids is not None:
             counts = (ids != c.skip) & (pos >= 0)
             before, number = pos[:, :1].clamp(min=0), counts.cumsum(-1)
             # Of packed documents each counts anew.
             earlier = torch.where(pos == 0, number - counts.long(), 0).cummax(-1).values
             pos = torch.where(counts, before + number - earlier - 1, -1)
+        else:
+            pos = pos.clamp(min=0)
+        if isinstance(c, Learned):
             return self.weight[pos + c.offset]
-        return self.weight[pos.clamp(min=0) + c.offset]
+        x = sinusoid(pos + c.offset, self.dim, c.base, c.layout)
+        return x if c.skip is None else x * (pos >= 0)[..., None]
 
 
 POSITIONS: dict[str, type[PositionConfig]] = {"learned": Learned, "sinusoidal": Sinusoidal}
@@ -195,6 +203,20 @@ class Yarn(Scaling):
 
 
 @settings
+class Proportional(Scaling):
+    """Only the first `share` of the pairs turn, each as fast as if all did (Gemma 4); every frequency divided by
+    `factor`."""
+
+    share: Share = 1.0  # of the pairs
+    factor: Positive = 1.0  # times as long
+    kind: str = "proportional"
+
+    def scaled(self, freq: Tensor, base: float) -> Tensor:
+        turns = torch.arange(len(freq)) < int(self.share * 2 * len(freq) // 2)
+        return freq / self.factor * turns
+
+
+@settings
 class LongRope(Scaling):
     """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each frequency divided by a number of its own, from `long` in
     rows that reach past `original_len`, else from `short`; the attention turned up where `factor` is more than 1."""
@@ -247,6 +269,7 @@ SCALINGS: dict[str, type[Scaling]] = {
     "llama3": Llama3,
     "yarn": Yarn,
     "longrope": LongRope,
+    "proportional": Proportional,
 }
 
 
@@ -344,6 +367,22 @@ def _pairs(x: Tensor, r: int, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     return x[..., 0:r:2], x[..., 1:r:2], x[..., r:]
 
 
+@settings
+class Temperature:
+    """Queries at position p times 1 + scale ln(1 + floor((p + offset) / length)): in a longer text weights stay as
+    sharp (arXiv:2501.19399)."""
+
+    length: Count  # positions that share a factor
+    scale: Real  # how much sharper
+    offset: Whole = 0  # 1: positions are counted from 1 (Llama 4)
+    kind: str = "temperature"
+
+    def gain(self, pos: Tensor, dtype: torch.dtype) -> Tensor:
+        """The factors of positions (b t): (b t 1 1)."""
+        steps = (pos.clamp(min=0) + self.offset) // self.length
+        return (1 + self.scale * torch.log1p(steps.to(dtype)))[..., None, None]
+
+
 # --- biases added to the scores -----------------------------------------------------------------------------------
 
 
@@ -374,9 +413,13 @@ class T5Bias:
 
 @settings
 class Alibi:
-    """score - slope_h |q - k| (Press et al. 2022): slopes are a geometric series."""
+    """score - scale slope_h |q - k| (Press et al. 2022): slopes are a geometric series. `coarse`, for causal towers:
+    slopes, and what they make of a key's position, are rounded to bfloat16 (Falcon), so that far from the beginning
+    keys in a row have the same bias."""
 
     heads: Count  # a slope for each
+    scale: Positive = 1.0  # of all slopes
+    coarse: bool = False  # rounded to bfloat16
     kind: str = "alibi"
 
     def make(self) -> RelativeBias:
@@ -393,10 +436,21 @@ class RelativeBias(nn.Module):
             self.weight = nn.Parameter(torch.empty(config.buckets, config.heads))
             nn.init.normal_(self.weight, std=0.02)
 
+    @property
+    def by_distance(self) -> bool:
+        """Whether it depends on distance alone."""
+        return not (isinstance(self.config, Alibi) and self.config.coarse)
+
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
         distance = k[:, None, :] - q[:, :, None]  # b t s
         if isinstance(self.config, Alibi):
-            slopes = alibi_slopes(self.config.heads).to(q.device)
+            c = self.config
+            slopes = alibi_slopes(c.heads).to(q.device)
+            if c.coarse:
+                narrow = slopes.bfloat16()[:, None]
+                heights = (narrow * k.clamp(min=0)[:, None]).float()  # b h s
+                return c.scale * (heights[:, :, None] - (narrow.float() * q[:, None])[..., None])
+            slopes = c.scale * slopes
             return -slopes[:, None, None] * distance.abs()[:, None]
         bucket = t5_bucket(distance, self.config)
         return self.weight[bucket].permute(0, 3, 1, 2)

@@ -71,7 +71,7 @@ WRONG: dict[str, tuple[list[Any], int, str]] = {
     "device digit": (["chat", GPT2, "--device", "cuda:\u0663"], 2, "choose auto, cpu, cuda"),
     "long folder": (["generate", "x" * 5000, "a"], 4, "cannot be read: File name too long"),
     "file as folder": (["generate", __file__, "a"], 4, "is not a folder"),
-    "name as folder": (["generate", "org/model", "a"], 4, "hf download org/model --local-dir model"),
+    "name as folder": (["generate", "org/model", "a"], 4, "regard pull org/model"),
     "no folder": (["generate", "nowhere", "a"], 4, "nowhere is not a folder"),
     "no tokenizer": (["generate", "bare", "a"], 2, "carries no tokenizer"),
     "encoder": (["generate", "bert", "5", "--ids"], 2, "does not decode"),

@@ -235,5 +235,5 @@ def test_missing_run_is_not_looked_for_on_the_hub(capsys: Said) -> None:
     capsys.readouterr()
     assert main(["train", "prefer.toml"]) == 4
     said = capsys.readouterr().err
-    assert "hf download" not in said
+    assert "regard pull" not in said
     assert "regard train chat.toml" in said and "regard recipes run chat" in said

@@ -223,24 +223,22 @@ def test_tensors_of_all_files_are_counted(folder: Path, monkeypatch: pytest.Monk
 # --- names on the hub ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name, here", [("gpt2", "gpt2"), ("meta-llama/Llama-3.2-1B", "Llama-3.2-1B")]
-)
+@pytest.mark.parametrize("name", ["gpt2", "meta-llama/Llama-3.2-1B", "org/name@v1.0"])
 @pytest.mark.parametrize("opening", [regard.load, Tokenizer.from_folder, model_folder])
 def test_name_on_the_hub_is_told_how_to_be_brought(
-    opening: Any, name: str, here: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    opening: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as caught:
         opening(name)
-    assert f"hf download {name} --local-dir {here} " in str(caught.value)
+    assert str(caught.value).endswith(f": regard pull {name}")
 
 
 @pytest.mark.parametrize("name", ["./gpt2", "a/b/c", "../x", "-x", "/nowhere/at/all", "runs/x"])
 def test_path_that_is_no_name_on_the_hub_is_told_of_no_download(name: str) -> None:
     with pytest.raises(UsageError, match="is not a folder") as caught:
         model_folder(name)
-    assert "hf download" not in str(caught.value)
+    assert "regard pull" not in str(caught.value)
 
 
 # --- saving -------------------------------------------------------------------------------------------------------

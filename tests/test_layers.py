@@ -62,9 +62,24 @@ def test_rms_norm_of_one_plus_w_multiplies_before_it_rounds() -> None:
 def test_norm_without_a_bias() -> None:
     norm = Norm(biased=False).make(4)
     assert [n for n, _ in norm.named_parameters()] == ["weight"]
-    for wrong in (dict(rms=True, biased=False), dict(plus_one=True)):
-        with pytest.raises(UsageError, match="norm"):
-            Norm(**wrong)
+    with pytest.raises(UsageError, match="norm"):
+        Norm(rms=True, biased=False)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_layer_norm_of_one_plus_w_is_one_of_a_greater_weight(biased: bool) -> None:
+    norm, plain, x = (
+        Norm(plus_one=True, biased=biased).make(6),
+        Norm(biased=biased).make(6),
+        torch.randn(5, 6),
+    )
+    with torch.no_grad():
+        for part in (norm, plain):
+            part.weight.copy_(torch.arange(6.0))
+            for bias in [part.bias] if biased else []:
+                bias.fill_(0.5)
+        plain.weight += 1
+    assert torch.equal(norm(x), plain(x))
 
 
 def test_norm_does_not_see_other_tokens() -> None:

@@ -46,11 +46,11 @@ def test_sinusoid_halves_are_the_interleaved_columns_reordered(dim: int) -> None
     assert torch.equal(halves, interleaved[:, [*range(0, dim, 2), *range(1, dim, 2)]])
 
 
-@pytest.mark.parametrize("dim, waves", [(2, [1]), (3, [1, 1e4]), (4, [1, 1e4]), (6, [1, 1e2, 1e4])])
+@pytest.mark.parametrize("dim, waves", [(2, [1]), (3, [1]), (4, [1, 1e4]), (6, [1, 1e2, 1e4])])
 def test_sinusoid_fairseq_of_few_features_ends_at_the_base(dim: int, waves: list[float]) -> None:
     table = sinusoid(torch.tensor([3]), dim, layout="fairseq")[0]
     angles = [3 / wave for wave in waves]
-    want = [*map(math.sin, angles), *map(math.cos, angles)][:dim]
+    want = [*map(math.sin, angles), *map(math.cos, angles), 0.0][:dim]
     torch.testing.assert_close(table, torch.tensor(want, dtype=torch.float64))
 
 
@@ -329,3 +329,21 @@ def test_alibi_slopes_are_those_of_the_paper() -> None:
 def test_alibi_falls_with_distance_on_both_sides() -> None:
     out = RelativeBias(Alibi(8))(torch.tensor([[1]]), torch.tensor([[0, 1, 2, 3]]))
     assert out[0, 0, 0].tolist() == [-0.5, 0.0, -0.5, -1.0]
+
+
+def test_coarse_alibi_is_rounded_by_the_key_s_position_and_scaled() -> None:
+    """Slopes of 16 heads are no bfloat16, and neither are most products with positions above 256."""
+    keys, slopes = torch.arange(700), alibi_slopes(16)
+    out = RelativeBias(Alibi(16, scale=0.5, coarse=True))(torch.tensor([[600]]), keys[None])
+    heights = (slopes.bfloat16()[:, None] * keys).double()
+    torch.testing.assert_close(
+        (out - out[..., :1])[0, :, 0].double(), 0.5 * heights, atol=1e-4, rtol=0
+    )
+    exact = 0.5 * slopes[:, None].double() * keys
+    assert (0.5 * heights - exact)[:, 257:].abs().max() > 0.4
+
+
+def test_coarse_alibi_does_not_see_distance_alone() -> None:
+    bias, q, k = RelativeBias(Alibi(16, coarse=True)), torch.tensor([[40]]), torch.arange(41)[None]
+    assert not torch.equal(bias(q, k), bias(q + 301, k + 301))
+    assert not bias.by_distance and RelativeBias(Alibi(16)).by_distance

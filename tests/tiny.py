@@ -53,10 +53,14 @@ def answer(model: regard.Model) -> Tensor:
     ids, lengths = torch.randint(43, (2, 7), generator=g), torch.tensor([7, 4])
     c = to_dict(model.config)
     if c["kind"] == "recurrent_seq2seq" or "source" in c:
-        patches = c.get("source", {}).get("kind") == "patches"
-        source = torch.randn(2, 3, 12, 12, generator=g) if patches else ids.flip(1)
-        more = {} if patches else {"source_lengths": torch.tensor([3, 7])}
+        kind = c.get("source", {}).get("kind")
+        sizes = {"patches": (3, 12, 12), "sound": (80, 24)}
+        other = kind in sizes
+        source = torch.randn(2, *sizes[kind], generator=g) if other else ids.flip(1)
+        more = {} if other else {"source_lengths": torch.tensor([3, 7])}
         return model(ids, lengths, source=source, **more)
+    if c["kind"] == "pair":
+        return model(ids, lengths, images=torch.randn(2, 3, 12, 12, generator=g))
     if c.get("embedding", {}).get("kind") == "patches":
         return model(torch.randn(2, 3, 12, 12, generator=g))
     return model(ids, lengths)

@@ -7,6 +7,7 @@ read from files, trained, decoded, saved and loaded (tests/open/test_mechanism.p
 
 from typing import Annotated
 
+from regard.attention.compressed import Compressed
 from regard.attention.core import BACKENDS, Terms, attend, check_backend, softmax, weights
 from regard.attention.delta import DeltaRule
 from regard.attention.latent import MLA
@@ -21,6 +22,7 @@ from regard.config import Kinds
 BACKENDS |= {"online": online, "ordered": ordered}
 Mechanisms = dict[str, type[MechanismConfig]]
 ATTENTION: Mechanisms = {"gqa": GQA, "mla": MLA, "dsa": DSA, "delta": DeltaRule, "ssd": SSD}
+ATTENTION |= {"compressed": Compressed}
 CROSS: Mechanisms = {"gqa": GQA, "mla": MLA}
 
 # As fields of configs name them.
@@ -28,6 +30,6 @@ Attention = Annotated[MechanismConfig, Kinds(ATTENTION)]
 CrossAttention = Annotated[MechanismConfig, Kinds(CROSS)]
 
 __all__ = [
-    "ATTENTION", "BACKENDS", "CROSS", "DSA", "GQA", "MLA", "SSD", "Attention", "Context", "CrossAttention", "DeltaRule",
-    "Terms", "attend", "check_backend", "softmax", "weights",
+    "ATTENTION", "BACKENDS", "CROSS", "DSA", "GQA", "MLA", "SSD", "Attention", "Compressed", "Context",
+    "CrossAttention", "DeltaRule", "Terms", "attend", "check_backend", "softmax", "weights",
 ]  # fmt: skip

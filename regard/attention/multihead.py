@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from regard.config import (
     Amount,
     Count,
     Divides,
+    Excludes,
     Fraction,
     Needs,
     Positive,
@@ -22,11 +23,15 @@ from regard.config import (
     settings,
 )
 from regard.errors import UsageError
-from regard.layers import Add, RMSNorm
+from regard.layers import Add, RMSNorm, UnitNorm
 from regard.mask import Span, Visible
-from regard.position import Rope, turned
+from regard.position import Rope, Temperature, turned
 
 EPS = Needs("qk_norm", such="1e-6")
+ALONE = (
+    Excludes("qk_norm_whole", "what is turned is normed head by head"),
+    Excludes("temperature", "a norm takes it away"),
+)
 
 
 @settings
@@ -44,16 +49,25 @@ class GQA:
     value_dim: Count | None = None  # width of a value head; default: head_dim
     rope: Rope | None = None  # rotary positions
     bias: bool = False  # on q, k, v
+    key_bias: bool = True  # on k too, where q and v have one (Whisper: no)
     out_bias: bool = False  # on the output
     qk_norm: Amount | None = None  # eps of an RMS norm on each query and key head
+    # after they are turned (HunYuan)
+    qk_norm_last: Annotated[bool, EPS, *ALONE] = False
     qk_norm_whole: Annotated[bool, EPS] = False  # on all heads at once (OLMo 2)
     qk_norm_plus_one: Annotated[bool, EPS] = False  # by 1 + w (Gemma 3)
+    qk_norm_bare: Annotated[bool, EPS] = False  # without a weight (Llama 4)
     window: Count | None = None  # a query sees this many tokens at most, itself among them
+    chunk: Count | None = None  # a query sees its own run of this many positions alone (Llama 4)
     dropout: Fraction = 0.0  # of attention weights, in training
     scale: Real | None = None  # default: 1 / sqrt(head_dim)
     softcap: Positive | None = None  # scores are c tanh(s / c)
     sinks: bool = False  # one trained score per head for a key without a value
     gated: bool = False  # each head's output by a sigmoid of x (Qwen3-Next)
+    clip: Positive | None = None  # q, k and v are kept between it and -it before they turn (OLMoE)
+    temperature: Temperature | None = None  # queries grow with their positions (Llama 4)
+    v_norm: Amount | None = None  # eps of an RMS norm without weights on each value head (Gemma 4)
+    value_is_key: bool = False  # a value is its key, before norms and positions (Gemma 4)
     kind: str = "gqa"
 
     @property
@@ -68,13 +82,21 @@ class GQA:
         return self.head_dim or dim // self.heads
 
     def make(self, dim: int, memory_dim: int | None = None, add: Add | None = None) -> Mechanism:
-        return GroupedQueryAttention(self, dim, memory_dim, add)
+        kind = NormedLast if self.qk_norm_last else GroupedQueryAttention
+        return kind(self, dim, memory_dim, add)
 
 
 class GroupedQueryAttention(Mechanism):
     """Self-attention, or cross-attention when the context carries a memory (of width `memory_dim`)."""
 
     shares_rows = True
+    # The number of this layer, where later ones read its keys and values, and of the one whose it reads.
+    lends: int | None = None
+    reads: int | None = None
+
+    # None where another layer's, or the keys themselves, are meant.
+    wk: Any
+    wv: Any
 
     def __init__(
         self, config: GQA, dim: int, memory_dim: int | None = None, add: Add | None = None
@@ -82,52 +104,101 @@ class GroupedQueryAttention(Mechanism):
         super().__init__()
         c, d = config, config.width(dim)
         e, source = c.value_dim or d, memory_dim or dim
+        if c.value_is_key and e != d:
+            raise UsageError(
+                f"attention.value_dim={e}, but a value is its key, of {d}: leave it out"
+            )
         self.config, self.h, self.g, self.d, self.e = c, c.heads, c.groups, d, e
         self.scale = d**-0.5 if c.scale is None else c.scale
         self.wq = nn.Linear(dim, self.h * d, bias=c.bias)
-        self.wk = nn.Linear(source, self.g * d, bias=c.bias)
-        self.wv = nn.Linear(source, self.g * e, bias=c.bias)
+        self.wk = nn.Linear(source, self.g * d, bias=c.bias and c.key_bias)
+        self.wv = None if c.value_is_key else nn.Linear(source, self.g * e, bias=c.bias)
         self.wg = nn.Linear(dim, self.h * e, bias=c.bias) if c.gated else None
         self.wo = nn.Linear(self.h * e, dim, bias=c.out_bias)
         self.q_norm, self.k_norm = self._norm(self.h), self._norm(self.g)
+        self.v_norm = None if c.v_norm is None else UnitNorm(c.v_norm)
         self.sinks = nn.Parameter(torch.zeros(self.h)) if c.sinks else None
         self.add = add or Add()
 
-    def _norm(self, heads: int) -> RMSNorm | None:
+    def _norm(self, heads: int) -> RMSNorm | UnitNorm | None:
         c = self.config
         width = heads * self.d if c.qk_norm_whole else self.d
-        return None if c.qk_norm is None else RMSNorm(width, c.qk_norm, c.qk_norm_plus_one)
+        if c.qk_norm is None:
+            return None
+        if c.qk_norm_bare:
+            return UnitNorm(c.qk_norm)
+        return RMSNorm(width, c.qk_norm, c.qk_norm_plus_one)
+
+    @property
+    def special(self) -> str:  # type: ignore[override]
+        c = self.config
+        if self.reads is not None:
+            return "it reads the keys of another layer"
+        if self.lends is not None:
+            return "other layers read its keys"
+        if c.value_is_key:
+            return "its values are its keys"
+        settings = dict(clip=c.clip, chunk=c.chunk, temperature=c.temperature)
+        return next((f"it has a {name}" for name, value in settings.items() if value), "")
+
+    def borrow(self, layer: int) -> None:
+        """Have no keys and values from here on, and read those of an earlier layer."""
+        self.reads, self.wk, self.wv = layer, None, None
+        self.k_norm = self.v_norm = None
 
     def cache_spec(self) -> CacheSpec:
+        if self.reads is not None:
+            return CacheSpec()
         turns = turned("k", self.config.rope)
         return CacheSpec(token={"k": (self.g, self.d), "v": (self.g, self.e)}, turned=turns)
 
     def flops(self, context: int) -> int:
-        return 2 * min(context, self.config.window or context) * self.h * (self.d + self.e)
+        keys = min(context, self.config.window or context, self.config.chunk or context)
+        return 2 * keys * self.h * (self.d + self.e)
+
+    def visible(self, k_pos: Span, ctx: Context) -> Visible:
+        return ctx.visible(k_pos, self.config.window, self.config.chunk)
 
     def queries(self, x: Tensor, ctx: Context) -> Tensor:
         return self.as_queries(self.wq(x), ctx)
 
     def as_queries(self, q: Tensor, ctx: Context) -> Tensor:
         """(b t hd) -> (b t h d), normed and turned."""
-        return ctx.rotate(self.as_heads(q, self.q_norm), self.config.rope)
+        q = ctx.rotate(self.as_heads(q, self.q_norm), self.config.rope)
+        return ctx.tempered(q, self.config.temperature)
 
-    def as_heads(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
-        """(b t nd) -> (b t n d), normed."""
+    def as_heads(self, x: Tensor, norm: RMSNorm | UnitNorm | None) -> Tensor:
+        """(b t nd) -> (b t n d), normed and clipped."""
         if norm is not None and self.config.qk_norm_whole:
-            return norm(x).unflatten(-1, (-1, self.d))
+            return self.clipped(norm(x).unflatten(-1, (-1, self.d)))
         x = x.unflatten(-1, (-1, self.d))
-        return x if norm is None else norm(x)
+        return self.clipped(x if norm is None else norm(x))
+
+    def clipped(self, x: Tensor) -> Tensor:
+        clip = self.config.clip
+        return x if clip is None else x.clamp(-clip, clip)
 
     def entries(self, x: Tensor, ctx: Context) -> Entries:
         if ctx.memory_pos is not None and ctx.memory is None:
             return {}
+        if self.wk is None:
+            return {}
         source = x if ctx.memory is None else ctx.memory
-        return self.as_entries(self.wk(source), self.wv(source), ctx)
+        k = self.wk(source)
+        return self.as_entries(k, k if self.wv is None else self.wv(source), ctx)
 
     def as_entries(self, k: Tensor, v: Tensor, ctx: Context) -> Entries:
         k = ctx.rotate(self.as_heads(k, self.k_norm), self.config.rope)
-        return {"k": k, "v": v.unflatten(-1, (self.g, self.e))}
+        v = self.clipped(v.unflatten(-1, (self.g, self.e)))
+        return {"k": k, "v": v if self.v_norm is None else self.v_norm(v)}
+
+    def kept(self, new: Entries, ctx: Context) -> tuple[Entries, Span]:
+        if self.reads is not None:
+            return ctx.memo["kept", self.reads]
+        found = super().kept(new, ctx)
+        if self.lends is not None:
+            ctx.memo["kept", self.lends] = found
+        return found
 
     def core_attention(
         self, q: Tensor, kept: Entries, mask: Seen, ctx: Context, bias: Bias
@@ -152,3 +223,19 @@ class GroupedQueryAttention(Mechanism):
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return torch.sigmoid(x)
+
+
+class NormedLast(GroupedQueryAttention):
+    """Queries and keys are turned, then normed."""
+
+    def as_heads(self, x: Tensor, norm: RMSNorm | UnitNorm | None) -> Tensor:
+        return super().as_heads(x, None)
+
+    def as_queries(self, q: Tensor, ctx: Context) -> Tensor:
+        assert self.q_norm is not None
+        return self.q_norm(super().as_queries(q, ctx))
+
+    def as_entries(self, k: Tensor, v: Tensor, ctx: Context) -> Entries:
+        assert self.k_norm is not None
+        entries = super().as_entries(k, v, ctx)
+        return {**entries, "k": self.k_norm(entries["k"])}

@@ -19,8 +19,8 @@ from regard.cache import CacheSpec
 from regard.cache.base import Store
 from regard.errors import Former, Renamed
 from regard.layers import Add
-from regard.mask import Full, Mask, Span, Visible, Window
-from regard.position import Rope, rotate
+from regard.mask import Chunk, Full, Mask, Span, Visible, Window, places
+from regard.position import Rope, Temperature, rotate
 
 Entries = dict[str, Tensor]  # what tokens leave behind, by the names of `cache_spec`
 Seen = Visible | Tensor | None
@@ -30,7 +30,8 @@ Bias = Tensor | None  # what is added to the scores (b h t s)
 @dataclass
 class Context:
     """Everything a mechanism needs besides x: positions of the tokens, the mask, and (or None) the cache of this layer,
-    the memory to attend to instead of x, a bias over positions, a probe. Made anew for each call; nothing is global."""
+    the memory to attend to instead of x, a bias over positions, the ids, a probe. Made anew for each call; nothing is
+    global."""
 
     pos: Span
     mask: Mask = field(default_factory=Full)
@@ -42,6 +43,8 @@ class Context:
     backend: str = "sdpa"
     site: str = ""
     memo: dict[Any, Any] = field(default_factory=dict)
+    ids: Tensor | None = None
+    layer: int = 0
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What `make` gives, made once a call for all layers."""
@@ -61,27 +64,41 @@ class Context:
         cos, sin = self.angles(rope, x.shape[-1], dtype)
         return rotate(x.to(dtype), cos, sin, layout or rope.layout).to(x.dtype)
 
+    def tempered(self, q: Tensor, by: Temperature | None) -> Tensor:
+        """q (b t h d) times what their positions make of them."""
+        if by is None:
+            return q
+        wide = torch.promote_types(q.dtype, torch.float32)
+        gain = self.once((by, wide), lambda: by.gain(self.pos.absolute, wide))
+        return (q * gain).to(q.dtype)
+
     def update_cache(self, **entries: Tensor) -> tuple[Entries, Span]:
         """Every token's entries so far and their positions; without a cache, the entries as they are."""
         if self.store is None:
             return entries, self.memory_pos or self.pos
         return self.store.update(**entries)
 
-    def visible(self, k_pos: Span, window: int | None = None) -> Visible:
-        """The mask bound to these keys, within the window of the layer and of its cache; layers that
-        share positions share it."""
+    def visible(self, k_pos: Span, window: int | None = None, chunk: int | None = None) -> Visible:
+        """The mask bound to these keys, within the window and the chunk of the layer and the window of its cache;
+        layers that share positions share it."""
         limit = None if self.store is None else self.store.window
         # Not min(..., default=), at which torch.compile would cut every layer in pieces.
         if window is None or (limit is not None and limit < window):
             window = limit
         mask = self.mask if window is None else self.mask & Window(window)
-        return self.bound(("visible", window), k_pos, lambda: Visible(mask, self.pos, k_pos))
+        if chunk is not None:
+            doc = mask.documents
+            mask = mask & Chunk(chunk, None if doc is None else places(doc))
+        key = ("visible", window, chunk)
+        return self.bound(key, k_pos, lambda: Visible(mask, self.pos, k_pos))
 
     def bias(self, k_pos: Span) -> Bias:
         if self.relative is None:
             return None
         relative = self.relative
-        return self.bound("bias", k_pos, lambda: relative(self.pos.index, k_pos.index))
+        # Of documents in a row each has places of its own.
+        q = self.pos.absolute
+        return self.bound("bias", k_pos, lambda: relative(q, k_pos.absolute))
 
     def bound(self, key: Any, k_pos: Span, make: Callable[[], Any]) -> Any:
         """What `make` gives for these very keys, made once a call for all layers that read them."""
@@ -130,6 +147,9 @@ class Mechanism(Renamed, nn.Module):
     # Whether several rows of queries may read one row of what was kept: beams that share a source.
     shares_rows: ClassVar[bool] = False
 
+    # Why no fast part can stand for this one, whatever it holds, or nothing.
+    special: str = ""
+
     config: Any
     wo: Any
     e: int  # width of a value head
@@ -140,9 +160,17 @@ class Mechanism(Renamed, nn.Module):
 
     def attend(self, x: Tensor, ctx: Context) -> Tensor:
         q, new = self.project_qkv(x, ctx)
-        kept, k_pos = ctx.update_cache(**new)  # every token so far
-        mask = ctx.visible(k_pos, self.config.window)
+        kept, k_pos = self.kept(new, ctx)
+        mask = self.visible(k_pos, ctx)
         return self.core_attention(q, kept, mask, ctx, ctx.bias(k_pos))  # b t h e
+
+    def kept(self, new: Entries, ctx: Context) -> tuple[Entries, Span]:
+        """What every token so far left behind, and where these stand."""
+        return ctx.update_cache(**new)
+
+    def visible(self, k_pos: Span, ctx: Context) -> Visible:
+        """Which of these keys each query sees."""
+        return ctx.visible(k_pos, self.config.window)
 
     def project_qkv(self, x: Tensor, ctx: Context) -> tuple[Any, Entries]:
         """Projections, head norms, positions: queries (b t h d), and what each token leaves behind."""

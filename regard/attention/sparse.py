@@ -19,7 +19,7 @@ from regard.cache import CacheSpec
 from regard.config import Choice, Count, Needs, Whole, settings
 from regard.errors import UsageError
 from regard.layers import Add
-from regard.mask import Visible
+from regard.mask import Span, Visible
 from regard.position import Rope
 
 # Numbers that one chunk of queries may make, chosen for speed: what fits a processor's cache; a GPU wants more to be
@@ -245,6 +245,9 @@ class SparseAttention(Mechanism):
         if self.dense(mask.k.size):
             return self.attention.core_attention(queries, kept, mask, ctx, bias)
         return self.sparse(x, queries, self.indexer.queries(c_q, ctx), kept, mask, ctx, bias)
+
+    def visible(self, k_pos: Span, ctx: Context) -> Visible:
+        return self.attention.visible(k_pos, ctx)
 
     def weigh(self, o: Tensor, x: Tensor) -> Tensor:
         return self.attention.weigh(o, x)

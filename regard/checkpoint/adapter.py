@@ -27,7 +27,7 @@ from regard.checkpoint.tensors import Step
 from regard.config import from_dict, to_dict
 from regard.errors import UsageError, nearest, notice
 from regard.files import read_files, read_json, resolve_model
-from regard.layers import LM, MLM, Answer, Classify, Tag
+from regard.layers import LM, MLM, Answer, Classify, Project, Tag
 from regard.models import Model, adapt
 from regard.models.adapt import LoRA
 
@@ -74,7 +74,7 @@ class Record:
     lora: LoRA | None = None
     targets: tuple[str, ...] = ()
     int4: bool = False
-    head: LM | MLM | Classify | Tag | Answer | None = None
+    head: LM | MLM | Classify | Tag | Answer | Project | None = None
     classes: tuple[str, ...] = ()
     config: dict[str, Any] = field(default_factory=dict)
     format: int = FORMAT

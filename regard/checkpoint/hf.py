@@ -20,11 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from regard.checkpoint import store
+from regard.checkpoint import quantised, store
 from regard.checkpoint.blame import Looked, blaming, naming, said
-from regard.checkpoint.families import FAMILIES, INERT
-from regard.checkpoint.rules import Data, Family, check_kinds, get, put, wrong
-from regard.checkpoint.store import Source
+from regard.checkpoint.families import FAMILIES, INERT, MULTIMODAL
+from regard.checkpoint.multimodal import language_model
+from regard.checkpoint.quantised import Packing
+from regard.checkpoint.rules import Data, Family, Nested, check_kinds, get, put, wrong
+from regard.checkpoint.store import FLOATS, Source
 from regard.checkpoint.tensors import SAME, Step, steps
 from regard.config import from_dict, to_dict
 from regard.errors import UsageError, nearest, notice
@@ -36,7 +38,6 @@ from regard.models.adapt import low_ranks, plain_shapes
 from regard.models.init import Start
 
 NATIVE = "regard"
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OWN = "Regard's own format, which transformers does not read"
 # How sentence-transformers makes a vector of an encoder's states.
 POOLING, MODULES = "1_Pooling/config.json", "modules.json"
@@ -58,6 +59,8 @@ class Origin:
     base: Any = None
     # The types that its weights are stored in, by name, where `widen` gave the model another.
     stored: dict[str, torch.dtype] = field(default_factory=dict)
+    # How its weights are packed, where they are.
+    packing: Packing | None = None
     # Heads for its body, by kind, and how new weights on it are drawn.
     heads: dict[str, Any] = field(default_factory=dict)
     start: Start | None = None
@@ -80,7 +83,10 @@ def load(
         ahead.begin()
     theirs = read_json(folder / "config.json")
     model = read(theirs, store.weights(folder, mapped and device is None), device, dtype)
-    model.origin.files = read_files(folder, CARRIED_FILES)
+    # A language model alone reads no pictures.
+    text = theirs.get("model_type") in MULTIMODAL
+    carried = [name for name in CARRIED_FILES if not (text and name in PICTURES)]
+    model.origin.files = read_files(folder, carried)
     return model
 
 
@@ -103,6 +109,7 @@ def from_hf(module: nn.Module) -> Model:
 
 def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -> Model:
     """Their config and tensors -> our model."""
+    theirs, source = language_model(theirs, source, MULTIMODAL, FAMILIES)
     kind = theirs.get("model_type")
     count = len(source)
     family = None
@@ -115,8 +122,7 @@ def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -
         _name_unknown(theirs, INERT, "Regard's own format")
     else:
         if not isinstance(kind, str) or kind not in FAMILIES:
-            what = "no model_type" if kind is None else f"model_type {kind!r}, which is not known"
-            raise UsageError(f"config.json has {what}; known: {', '.join([*FAMILIES, NATIVE])}")
+            raise _unknown_family(theirs)
         family = FAMILIES[kind]
         # Their keys under their first names: GPT-2's n_layer may be called num_hidden_layers.
         first = {old: new for old, new in family.aliases.items() if new not in theirs}
@@ -126,10 +132,14 @@ def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -
         if not isinstance(architecture, str) or architecture not in family.heads:
             known = f"of {kind}, known: {', '.join(family.heads)}"
             raise wrong(f"architectures has {architecture!r}; {known}")
-        theirs, source = _unpacked(theirs, _modern(source, family))
+        theirs, source, packing = quantised.unpack(theirs, source)
+        source = _modern(source, family)
         _check_counts({k: v for k, v in theirs.items() if k in family.keys}, LAYERS, count)
         config, repeated = _settle(read_config(theirs, family, architecture), family, source)
         _name_unknown(theirs, family.keys | INERT | set(family.aliases), f"transformers' {kind}")
+        for name, r in family.rules:
+            if isinstance(r, Nested):
+                _name_unknown(r.part(name, theirs), r.keys | INERT, f"transformers' {kind}.{name}")
         with naming(theirs, family, architecture):
             _check_counts(to_dict(config), ("experts",), count)
             model = _empty(config, theirs)
@@ -144,11 +154,14 @@ def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -
         if std < 0:
             raise wrong(f"{key} is {theirs[key]}; it must be 0 or more")
         start = replace(family.start, std=std)
-        model.origin = Origin(kind, architecture, theirs, heads=heads, start=start)
+        model.origin = Origin(kind, architecture, theirs, heads=heads, start=start, packing=packing)
     steps = plan(model, family)
+    quantised.lay(source, steps)
     left = [name for name in _check(steps, source) if name not in repeated]
     model.origin.tensors = _carry(left, source, family, model, steps)
     _fill(model, steps, source, device, dtype or _common_type(model, steps, source, theirs))
+    if model.origin.packing is not None:
+        notice(model.origin.packing.told(next(model.parameters()).dtype))
     return model.eval()
 
 
@@ -186,22 +199,25 @@ def _name_unknown(theirs: Data, known: Collection[str], what: str) -> None:
     notice(text)
 
 
-def _unpacked(theirs: Data, source: Source) -> tuple[Data, Source]:
-    """Plain weights for those that quantization_config says are packed, and the config without it."""
-    packing = theirs.get("quantization_config")
-    if not packing:
-        return theirs, source
-    settings = packing if isinstance(packing, dict) else {}
-    block: Any = settings.get("weight_block_size")
-    valid = isinstance(block, list) and [type(n) for n in block] == [int, int] and min(block) > 0
-    if settings.get("quant_method") != "fp8" or not valid:
-        raise wrong(
-            f"quantization_config has quant_method {settings.get('quant_method')!r} and weight_block_size "
-            f"{block!r}; Regard reads plain weights and fp8 in blocks. Bring the model as it was before, or unpack it "
-            "with transformers: from_pretrained(...).dequantize(), then save_pretrained(...)"
-        )
-    rest = {key: value for key, value in theirs.items() if key != "quantization_config"}
-    return rest, store.unpacked(source, (block[0], block[1]))
+def _unknown_family(theirs: Data) -> UsageError:
+    """Names the family that has a word for most of the keys, of several the one with the nearest name, and the keys
+    that it has none for."""
+    kind = theirs.get("model_type")
+    used = [key for key in theirs if key not in INERT]
+
+    def fit(family: Family) -> tuple[int, float]:
+        known = family.keys | family.aliases.keys()
+        names = difflib.SequenceMatcher(None, str(kind), family.name)
+        return sum(key in known for key in used), names.ratio()
+
+    near = max(FAMILIES.values(), key=fit)
+    others = [key for key in used if key not in near.keys | near.aliases.keys()]
+    more = f" and {len(others) - 20} more" if len(others) > 20 else ""
+    lacks = ", ".join(repr(key)[1:-1] for key in others[:20]) + more
+    what = "no model_type" if kind is None else f"model_type {kind!r:.80}, which is not known"
+    every = "has a word for each of its keys: write that model_type if it is one"
+    has = f"has no word for: {lacks}" if others else every
+    return UsageError(f"config.json has {what}; the nearest family is {near.name}, which {has}")
 
 
 def read_native(theirs: Data) -> Any:
@@ -240,7 +256,9 @@ def _modern(source: Source, family: Family) -> Source:
         heads = {n.split(".")[0] for table in family.head_rows.values() for n in table}
         bare = {n for n in names if n.split(".")[0] not in heads}
         names = {n: family.base + new if n in bare else new for n, new in names.items()}
-    return Source({new: source[n] for n, new in names.items()})
+    modern = Source({new: source[n] for n, new in names.items()})
+    modern.folder = source.folder
+    return modern
 
 
 def _settle(config: Any, family: Family, source: Source) -> tuple[Any, set[str]]:
@@ -300,13 +318,15 @@ def _check(steps: list[Step], source: Source) -> list[str]:
     """Every tensor is there and has its shape; returns those that no rule names."""
     wanted = {n: shape for s in steps for n, shape in zip(s.theirs, s.their_shapes(), strict=True)}
     left = [name for name in source if name not in wanted]
+    whole = {name for s in steps for name in s.theirs if s.op.whole}
     for name, shape in wanted.items():
         if name not in source:
             hint = _near(name, left) or f"{len(left)} are left over, none with a name like it"
             raise UsageError(f"tensor {name} is missing from the weights; {hint}")
         if (stored := source[name].shape) != shape:
             raise UsageError(f"tensor {name} has shape {stored}, the config asks for {shape}")
-        if (kind := source[name].dtype) not in FLOATS:
+        counts = source[name].dtype is torch.int64 and name in whole
+        if (kind := source[name].dtype) not in FLOATS and not counts:
             known = f"weights must be one of {', '.join(map(dtype_name, FLOATS))}"
             but = "(float8 only with quantization_config and its scales)"
             raise UsageError(f"tensor {name} is stored as {dtype_name(kind)}; {known} {but}")
@@ -385,8 +405,8 @@ def _common_type(
     bits follow the others, and become bfloat16 where there are none."""
     wide = wide_names(model)
     used = [source[n] for step in steps if not wide & set(step.ours) for n in step.theirs]
-    kinds = {x.dtype for x in used if not x.packed}
-    packed = any(x.packed for x in used)
+    kinds = {x.dtype for x in used if x.held is None}
+    packed = any(x.held is not None for x in used)
     if len(kinds) < 2:
         return next(iter(kinds), torch.bfloat16) if packed else None
     named = getattr(torch, str(theirs.get("dtype") or theirs.get("torch_dtype")), None)
@@ -416,7 +436,8 @@ def _fill(
         )
         places = {t.untyped_storage().data_ptr() for t in theirs}
         lent = set() if plain else places
-        for name, tensor in zip(step.ours, step.load(theirs), strict=True):
+        ours = zip(step.ours, step.load(theirs), quantised.kept(step, source), strict=True)
+        for name, tensor, held in ours:
             old = model.get_parameter(name)
             kind = type_of(name, wide, dtype) if dtype else tensor.dtype
             value = torch.empty(0, dtype=kind, device=device or tensor.device)
@@ -426,6 +447,7 @@ def _fill(
                 value = tensor.to(value)
             new = nn.Parameter(value, requires_grad=old.requires_grad)
             new.mapped = mapped and value.untyped_storage().data_ptr() in places  # type: ignore[attr-defined]
+            new.held = held  # type: ignore[attr-defined]
             for module, attribute in owners[old]:
                 setattr(module, attribute, new)
 
@@ -443,6 +465,12 @@ def save(
         raise UsageError("this model has LoRA: save_adapter keeps it, or merge(model).save")
     origin = model.origin or Origin(model.family)
     family, theirs, why = express(model, origin)
+    named = theirs["architectures"] == [origin.architecture]
+    again = _packed_again(model, origin, family) if origin.packing is not None and named else None
+    if again is not None:
+        return _write(path, {**theirs, **again[0]}, again[1], origin, shard_bytes)
+    if origin.packing is not None and tell:
+        notice("saved with whole weights: they are no longer what the folder packed, or it is gone")
     if family is None and tell:
         notice(f"saved in {OWN}: {why}")
     kinds, (first, p) = _saved_types(model, origin), next(model.named_parameters())
@@ -465,11 +493,49 @@ def save(
             tensors.update(origin.tensors)
         if family.heads[theirs["architectures"][0]] is None:
             tensors = {name.removeprefix(family.base): x for name, x in tensors.items()}
+    return _write(path, theirs, tensors, origin, shard_bytes)
+
+
+def _write(
+    path: Path, theirs: Data, tensors: Source | dict[str, Tensor], origin: Origin, shard_bytes: int
+) -> Path:
+    read = None
+    if isinstance(tensors, Source):
+        source, read = tensors, lambda name: source[name].read(None)
+        tensors = {n: torch.empty(x.shape, dtype=x.dtype, device="meta") for n, x in source.items()}
     with store.replacing(path) as folder:
         store.write_json(folder / "config.json", theirs)
-        store.write_weights(folder, tensors, shard_bytes)
+        store.write_weights(folder, tensors, shard_bytes, read)
         store.write_carried(folder, origin.files)
     return path
+
+
+def _packed_again(
+    model: Model, origin: Origin, family: Family | None
+) -> tuple[Data, Source] | None:
+    """What the config says of packed weights, and the folder's own tensors, if the model's are still what these mean.
+    They are read and unpacked again, one at a time: nothing is kept of them."""
+    packing = origin.packing
+    if family is None or packing is None or packing.folder is None or family.name != origin.family:
+        return None
+    try:
+        raw = store.weights(packing.folder)
+        said = {packing.key: packing.settings}
+        source = _modern(quantised.unpack({**origin.config, **said}, raw)[1], family)
+        steps = plan(model, family)
+        quantised.lay(source, steps)
+        for step in steps:
+            if any(name not in source for name in step.theirs):
+                return None
+            theirs = step.load(source.borrow(step.theirs))
+            for name, x in zip(step.ours, theirs, strict=True):
+                p = model.get_parameter(name).detach().cpu()
+                # As `load` gave it, and `widen` made it.
+                if not torch.equal(x.to(origin.stored.get(name, p.dtype)).to(p.dtype), p):
+                    return None
+    except (UsageError, OSError):
+        return None
+    return said | ({"dtype": packing.dtype} if packing.dtype else {}), raw
 
 
 def own_format(model: Model) -> str:

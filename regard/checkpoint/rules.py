@@ -154,26 +154,64 @@ def fixed(**only: Any) -> dict[str, ConfigRule]:
     return {name: Fixed(value) for name, value in only.items()}
 
 
-ConfigRule = Key | Fixed | Group
+@dataclass(frozen=True)
+class Nested:
+    """A key that holds the keys of a part, for the part of ours at `place`. Null is an empty one; in older folders
+    `<key>_dict` has the last word."""
+
+    place: str
+    rules: Keys
+    inert: str = ""
+
+    @property
+    def keys(self) -> frozenset[str]:
+        names = (n for name, r in self.rules.items() for n in getattr(r, "names", (name,)))
+        return frozenset([*names, *self.inert.split()])
+
+    def part(self, name: str, theirs: Data) -> Data:
+        both = [theirs.get(key) or {} for key in (name, f"{name}_dict")]
+        for key, value in zip((name, f"{name}_dict"), both, strict=True):
+            if not isinstance(value, dict):
+                raise wrong(f"{key} is {value!r:.60}; it must be an object")
+        return {**both[0], **both[1]}
+
+    def read(self, name: str, theirs: Data, ours: Data) -> None:
+        part = self.part(name, theirs)
+        for key, r in self.rules.items():
+            r.read(key, part, ours[self.place])
+
+    def write(self, name: str, ours: Data, theirs: Data) -> None:
+        part = self.part(name, theirs)
+        for key, r in reversed(self.rules.items()):
+            r.write(key, ours[self.place], part)
+        theirs[name] = part
+        if theirs.get(f"{name}_dict"):
+            theirs[f"{name}_dict"] = None
+
+
+ConfigRule = Key | Fixed | Group | Nested
 Keys = dict[str, ConfigRule]
 
 # What a value must be of the keys that groups read, and of those that say how a family starts. What a `Key` says is
 # checked where it goes.
 _KINDS = {
     "true or false": """is_causal is_gated_act scale_decoder_outputs share_encoder_decoder_embeddings
-    tie_word_embeddings use_sliding_window""",
+    tie_word_embeddings use_sliding_window _remove_final_layer_norm alibi do_layer_norm_before multi_query
+    new_decoder_architecture parallel_attn use_swiglu_ffn""",
     "a whole number": """decoder_sparse_step first_k_dense_replace full_attention_interval inner_group_num
     global_attn_every_n_layers head_dim local_attention max_position_embeddings max_window_layers n_group
     num_hidden_groups num_hidden_layers num_labels original_max_position_embeddings sliding_window
-    sliding_window_pattern topk_group""",
+    topk_group num_ln_in_parallel_attn word_embed_proj_dim no_rope_layer_interval""",
+    "a whole number or a word": "sliding_window_pattern",
     "a number": """classifier_dropout classifier_dropout_prob dropout global_rope_theta init_std
-    initializer_factor initializer_range local_rope_theta partial_rotary_factor qa_dropout rope_local_base_freq
-    rope_theta rotary_emb_base rotary_pct seq_classif_dropout""",
+    initializer_factor initializer_range local_rope_theta mlp_ratio partial_rotary_factor qa_dropout
+    rope_local_base_freq rope_theta rotary_emb_base rotary_pct seq_classif_dropout""",
     "an object": "id2label label2id rope_parameters rope_scaling",
-    "a list": "layer_types mlp_layer_types mlp_only_layers",
+    "a list": "layer_types mlp_layer_types mlp_only_layers no_rope_layers",
     "a word": "dense_act_fn feed_forward_proj topk_method",
 }
 _TYPES: Data = {"true or false": bool, "a whole number": int, "a number": int | float}
+_TYPES |= {"a whole number or a word": int | str}
 _TYPES |= {"an object": dict, "a list": list, "a word": str}
 
 
@@ -194,6 +232,8 @@ def check_kinds(theirs: Data, keys: Collection[str]) -> None:
 ACTIVATIONS = {name: name for name in ("relu", "gelu", "silu", "tanh", "quick_gelu", "relu2")}
 ACTIVATIONS |= dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
 ACTIVATIONS |= {"gelu_python": "gelu", "swish": "silu"}
+# A scale of scores, said as the number whose root divides them.
+ROOT = (lambda n: n**-0.5, lambda scale: round(scale**-2))
 
 # --- keys that only make sense together: RoPE -----------------------------------------------------------------------
 
@@ -208,13 +248,14 @@ _SCALING: dict[str, dict[str, str]] = {
     | {_ORIGINAL: "original_len"},
     "longrope": dict(factor="factor", short_factor="short", long_factor="long")
     | {"attention_factor": "attention_factor", _ORIGINAL: "original_len"},
+    "proportional": dict(factor="factor", partial_rotary_factor="share"),
 }
 # What may be missing, and what it means then.
 _OPTIONAL: Data = dict(beta_fast=32.0, beta_slow=1.0, truncate=True)
 _OPTIONAL |= dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim"))
 
 
-def _rope_of(theirs: Data, renamed: Mapping[str, str]) -> Data:
+def rope_of(theirs: Data, renamed: Mapping[str, str]) -> Data:
     """What they say of a RoPE, in our words: base and share where they say one, and the scaling."""
     given = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
     base = given.pop("rope_theta", None)
@@ -227,7 +268,9 @@ def _rope_of(theirs: Data, renamed: Mapping[str, str]) -> Data:
         kind = "default"
         for key in ("factor", _ORIGINAL):
             given.pop(key, None)
-    share = given.pop("partial_rotary_factor", theirs.get("partial_rotary_factor"))
+    share = theirs.get("partial_rotary_factor")
+    if kind != "proportional":
+        share = given.pop("partial_rotary_factor", share)
     scaling: Data | None = None
     if kind != "default":
         if kind not in _SCALING:
@@ -236,6 +279,9 @@ def _rope_of(theirs: Data, renamed: Mapping[str, str]) -> Data:
         whole = theirs.get("max_position_embeddings")
         original = given.get(_ORIGINAL) or theirs.get(_ORIGINAL) or whole
         missing = {**_OPTIONAL, _ORIGINAL: original}
+        if kind == "proportional":
+            missing |= dict(factor=1.0, partial_rotary_factor=1.0 if share is None else share)
+            share = None
         if kind == "longrope":
             missing["factor"] = whole and whole / original
         for key, name in _SCALING[kind].items():
@@ -249,7 +295,19 @@ def _rope_of(theirs: Data, renamed: Mapping[str, str]) -> Data:
     return {name: value for name, value in said.items() if value is not None} | {"scaling": scaling}
 
 
-def _rope_words(rope: Data) -> Data:
+def _stretched(theirs: Data) -> Data:
+    """A dynamic RoPE with alpha turns by a larger base, in texts of any length: its other keys decide nothing."""
+    given = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    kind = given.get("rope_type") or given.get("type")
+    if kind != "dynamic" or not given.get("alpha"):
+        return theirs
+    width = theirs.get("head_dim") or theirs["hidden_size"] // theirs["num_attention_heads"]
+    base = given.get("rope_theta") or theirs.get("rope_theta") or 10000.0
+    base *= given["alpha"] ** (width / (width - 2))
+    return {**theirs, "rope_parameters": {"rope_type": "default", "rope_theta": base}}
+
+
+def rope_words(rope: Data) -> Data:
     """Our RoPE as their rope_parameters."""
     scaling = rope["scaling"] or {"kind": "default"}
     out: Data = {"rope_type": scaling["kind"], "rope_theta": rope["base"]}
@@ -282,7 +340,7 @@ def _ropes(
             return
         for key in (*older, "rope_scaling"):
             theirs.pop(key, None)
-        said = {word: _rope_words(rope) for word, rope in ropes.items()}
+        said = {word: rope_words(rope) for word, rope in ropes.items()}
         theirs["rope_parameters"] = said.get("", said)
 
     return Group(("rope_parameters", "rope_scaling", *older, *more), read, write)
@@ -294,11 +352,12 @@ def rope_at(
     share: str = "",
     renamed: Mapping[str, str] | None = None,
     idle: str = "",
+    alpha: bool = False,
     **missing: Any,
 ) -> Group:
     """The RoPE of the attention at this place of ours. `base` and `share` are their older keys for them (no share:
     heads turn whole), `renamed` their other words for a rope_type, `missing` what missing keys mean, `idle` words of
-    rope_parameters that decide nothing here."""
+    rope_parameters that decide nothing here, `alpha`: whether a dynamic one may have it."""
 
     def words(theirs: Data, _: str) -> Data:
         said = {**missing, **{k: v for k, v in theirs.items() if v is not None}}
@@ -307,7 +366,8 @@ def rope_at(
                 said[key] = {k: v for k, v in said[key].items() if k not in idle.split()}
         said |= {"rope_theta": said.get(base)}
         said |= {"partial_rotary_factor": said.get(share)} if share else {}
-        out = _rope_of(said, renamed or {})
+        said = _stretched(said) if alpha else said
+        out = rope_of(said, renamed or {})
         if not share and out.get("partial", 1) != 1:
             raise wrong(f"partial_rotary_factor is {out['partial']}, this family turns whole heads")
         return out
@@ -326,20 +386,23 @@ def rope_at(
 
 
 def ropes_by_layer(
-    full: tuple[str, float], sliding: tuple[str, float], scaled: str = "full_attention"
+    full: tuple[str, float],
+    sliding: tuple[str, float],
+    scaled: str = "full_attention",
+    missing: Data | None = None,
 ) -> Group:
     """A RoPE for the layers that see all and one for those that slide, as `sliding_layers` lists them. `full` and
     `sliding` are older keys for their bases and what missing ones mean, `scaled` says whose scaling an older
-    rope_scaling is."""
+    rope_scaling is, `missing` what missing rope_parameters mean."""
     bases = {"full_attention": full, "sliding_attention": sliding}
 
     def words(theirs: Data, word: str) -> Data:
-        nested = (theirs.get("rope_parameters") or {}).get(word)
+        nested = (theirs.get("rope_parameters") or missing or {}).get(word)
         older = theirs.get("rope_scaling") if word in scaled and nested is None else None
         key, default = bases[word]
         base = default if theirs.get(key) is None else theirs[key]
         said = {"rope_parameters": nested, "rope_scaling": older, "rope_theta": base}
-        return _rope_of(theirs | said, {})
+        return rope_of(theirs | said, {})
 
     places = {word: f"tower.attention.{i}.rope" for i, word in enumerate(bases)}
     return _ropes(places, words, [key for key, _ in bases.values() if key])
@@ -353,7 +416,7 @@ ROPE = rope_at("tower.attention.rope")
 def by_layer(
     part: str,
     key: str,
-    words: tuple[str, str],
+    words: tuple[Any, Any],
     second: Callable[[Data, int], bool],
     which: Callable[[Data], bool],
     more: Sequence[str] = (),
@@ -369,7 +432,8 @@ def by_layer(
     def kinds_of(theirs: Data, layers: int) -> list[str]:
         kinds = theirs.get(key) or [words[second(theirs, i)] for i in range(layers)]
         if not kinds or len(kinds) != layers or set(kinds) - set(words):
-            listed = f"{key} must list as many words, {' or '.join(words)}, got {kinds}"
+            known = " or ".join(map(str, words))
+            listed = f"{key} must list as many words, {known}, got {kinds}"
             raise wrong(f"num_hidden_layers is {layers}; {listed}")
         return kinds
 
@@ -531,14 +595,17 @@ def _write_labels(ours: Data, theirs: Data) -> None:
     theirs["label2id"] = {f"LABEL_{i}": i for i in range(labels)}
 
 
-def head_dropout(**keys: tuple[str, str | float]) -> Group:
-    """The dropout of a head, by its kind: its key, and what a missing or null one means: a number, or the value of
-    another key, which is 0.1 where it is missing too. Kinds that are not named have none."""
+def head_dropout(**keys: tuple[str, str | float | Callable[[Data], float]]) -> Group:
+    """The dropout of a head, by its kind: its key, and what a missing or null one means: a number, what a function
+    makes of the other keys, or the value of another key, which is 0.1 where it is missing too. Kinds that are not
+    named have none."""
 
     def of(theirs: Data, kind: Any) -> float:
         name, default = keys[kind]
         if theirs.get(name) is not None:
             return theirs[name]
+        if callable(default):
+            return default(theirs)
         return theirs.get(default, 0.1) if isinstance(default, str) else default
 
     def read(theirs: Data, ours: Data) -> None:

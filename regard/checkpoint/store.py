@@ -16,7 +16,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,8 @@ DTYPES = {f"F{n}": getattr(torch, f"float{n}") for n in (64, 32, 16)}
 DTYPES |= {f"I{n}": getattr(torch, f"int{n}") for n in (64, 32, 16, 8)}
 DTYPES |= {"BF16": torch.bfloat16, "U8": torch.uint8, "BOOL": torch.bool}
 DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+DTYPES |= {"F8_E8M0": torch.float8_e8m0fnu}
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class Stored:
     dtype: torch.dtype
     read: Callable[[Tensor | None], Tensor]
     nbytes: int = 0
-    # Made of 8-bit numbers and their scales: its type says nothing about that of the model.
-    packed: bool = False
+    # Made of numbers in few bits and their scales (`quantised.Held`): its type says nothing about that of the model.
+    held: Any = None
     # `read` gives memory that is the file's.
     mapped: bool = False
 
@@ -62,6 +63,7 @@ class Source(dict[str, Stored]):
     """Where tensors come from, by name: a folder, or a module in memory."""
 
     scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
+    folder: Path | None = None
 
     def borrow(self, names: list[str]) -> list[Tensor]:
         """Tensors in a buffer that the next call uses again: buffers made and freed in turn would leave holes between
@@ -76,6 +78,7 @@ class Source(dict[str, Stored]):
 def weights(folder: Path, mapped: bool = False) -> Source:
     """The tensors of a folder: names, shapes and dtypes at once, contents on request; `mapped` as in `load`."""
     source = Source()
+    source.folder = folder.resolve()
     where = dict[str, str]()
     for path in _files(folder):
         start, entries = header(path)
@@ -127,37 +130,6 @@ def memory(tensors: Mapping[str, Tensor]) -> Source:
         return Stored(tuple(x.shape), x.dtype, lambda lent: x.clone() if lent is None else x)
 
     return Source({name: stored(x.detach()) for name, x in tensors.items()})
-
-
-SCALE = "_scale_inv"
-
-
-def unpacked(source: Source, block: tuple[int, int]) -> Source:
-    """A source whose 8-bit weights have a scale for each block (rows, columns) of them, as DeepSeek-V3's: each is read
-    as the product, in float32, and the scales are not among the tensors."""
-    eight = (torch.float8_e4m3fn, torch.float8_e5m2)
-    packed = [n for n, x in source.items() if n + SCALE in source and x.dtype in eight]
-    scales = {name + SCALE for name in packed}
-    plain = Source({name: x for name, x in source.items() if name not in scales})
-    for name in packed:
-        shape = source[name].shape
-        scale = source[name + SCALE].shape
-        if len(shape) != 2 or scale != tuple(-(-n // b) for n, b in zip(shape, block)):
-            has = f"of shape {shape} has scales of shape {scale}"
-            fit = f"which does not fit blocks of {block[0]} x {block[1]}"
-            raise UsageError(f"tensor {name} {has}, {fit}")
-        read = partial(_product, source, name, block)
-        plain[name] = Stored(shape, torch.float32, read, packed=True)
-    return plain
-
-
-def _product(source: Source, name: str, block: tuple[int, int], _: Tensor | None) -> Tensor:
-    weight, scales = source.borrow([name, name + SCALE])
-    whole = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
-    for i, scale in enumerate(scales.float()):
-        at = slice(i * block[0], (i + 1) * block[0])
-        whole[at] = weight[at].float() * scale.repeat_interleave(block[1])[: weight.shape[1]]
-    return whole
 
 
 def _files(folder: Path) -> list[Path]:

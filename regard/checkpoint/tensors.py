@@ -26,11 +26,13 @@ def choices(name: str) -> list[str]:
 @dataclass(frozen=True)
 class Op:
     """Their tensors -> ours, given the sizes of ours, and ours -> theirs, given how many those are;
-    the config of the model tells both what the tensors do not. `turned`: their matrices are (in, out)."""
+    the config of the model tells both what the tensors do not. `turned`: their matrices are (in, out). `whole`: theirs
+    are whole numbers."""
 
     load: Callable[[list[Tensor], list[torch.Size], Any], list[Tensor]]
     save: Callable[[list[Tensor], int, Any], list[Tensor]]
     turned: bool = False
+    whole: bool = False
 
 
 SAME = Op(lambda theirs, *_: theirs, lambda ours, *_: ours)
@@ -56,13 +58,19 @@ def by_head(kind: str, field: str) -> Op:
     def heads(config: Any) -> int:
         return next(getattr(a, field) for a in config.tower.each("attention") if a.kind == kind)
 
+    return in_turns(heads)
+
+
+def in_turns(count: Callable[[Any], int]) -> Op:
+    """Several of ours in one of theirs: a share of the rows of each, and so on, as many times as `count` says."""
+
     def load(theirs: list[Tensor], sizes: list[torch.Size], config: Any) -> list[Tensor]:
-        h = heads(config)
+        h = count(config)
         rows = theirs[0].unflatten(0, (h, -1)).split([size[0] // h for size in sizes], 1)
         return [x.flatten(0, 1) for x in rows]
 
     def save(ours: list[Tensor], _: int, config: Any) -> list[Tensor]:
-        rows = [x.unflatten(0, (heads(config), -1)) for x in ours]
+        rows = [x.unflatten(0, (count(config), -1)) for x in ours]
         return [torch.cat(rows, 1).flatten(0, 1)]
 
     return Op(load, save)
@@ -77,6 +85,13 @@ JOINED = Op(
 )
 # One of theirs for each expert.
 STACKED = Op(lambda theirs, *_: [torch.stack(theirs)], lambda ours, *_: list(ours[0].unbind()))
+# Numbers of experts.
+WHOLE = Op(lambda theirs, *_: [theirs[0].float()], lambda ours, *_: [ours[0].long()], whole=True)
+# Gates of all experts, and below each its up.
+GATE_UP = Op(
+    lambda theirs, *_: list(theirs[0].chunk(2, 1)),
+    lambda ours, *_: [torch.cat(ours, 1)],
+)
 # Gates and ups of all experts by turns (gpt-oss).
 BY_TURNS = Op(
     lambda theirs, *_: [theirs[0][:, ::2], theirs[0][:, 1::2]],
@@ -84,6 +99,8 @@ BY_TURNS = Op(
 )
 # Theirs has a leading 1.
 ROW = Op(lambda theirs, *_: [theirs[0][0]], lambda ours, *_: [ours[0][None]])
+# Ours has a leading 1.
+OWN_ROW = Op(lambda theirs, *_: [theirs[0][None]], lambda ours, *_: [ours[0][0]])
 # Theirs (1 1 m) each, ours (n m).
 TOKENS = Op(
     lambda theirs, *_: [torch.cat([t[0] for t in theirs])],
@@ -110,12 +127,13 @@ BY_HEAD = Op(
 @dataclass(frozen=True)
 class To:
     """Where tensors of theirs go: our name, or several apart by spaces, and the operation between.
-    The rule holds where the model has our name, has `needs` and lacks `unless`."""
+    The rule holds where the model has our name, has `needs` and lacks `unless`, and `when` is true of its config."""
 
     ours: str
     op: Op = SAME
     needs: str = ""
     unless: str = ""
+    when: Callable[[Any], bool] | None = None
 
 
 Weights = Mapping[str, Any]
@@ -178,8 +196,10 @@ def steps(
 ) -> Iterator[Step]:
     """Every row for every layer, weight and bias that the model has. {i} runs over layers, {e} over experts, a last *
     over weight and bias; where their layers lie in groups of `inner`, {i} over groups and {j} inside one."""
-    layers = sorted({int(p) for n in shapes for p in n.split(".")[:3] if p.isdigit()})
+    layers = sorted({int(p) for n in shapes for p in n.split(".")[:4] if p.isdigit()})
     for key, to in table.items():
+        if to.when is not None and not to.when(config):
+            continue
         # Layers that share a block have one set of weights: theirs are counted, ours named after the first.
         for number, layer in enumerate(layers if "{i}" in to.ours else [0]):
             i = str(layer)

@@ -22,7 +22,8 @@ from regard.errors import CHECK, DATA, RUN, Fault, UsageError
 from regard.files import write_whole
 
 if TYPE_CHECKING:
-    from regard.evaluation.model import Classifier, Ranking
+    from regard.data.read import Pictures
+    from regard.evaluation.model import Embedder, Ranking
 
 
 @dataclass(frozen=True)
@@ -133,14 +134,16 @@ class ClassifyOptions:
 
 @dataclass(frozen=True)
 class EmbedOptions:
-    """One vector per line: the model's pooled vector, or the mean of its last hidden states.
+    """One vector per line or picture: the model's pooled vector, or the mean of its last hidden states.
 
     regard embed MODEL lines.txt > vectors.jsonl
     regard embed MODEL lines.txt --output vectors.npy --normalize
+    regard embed MODEL pictures/                   of a model of pictures, or a pair of models such as CLIP
     """
 
     model: cli.Folder
-    file: cli.File = "-"  # text file, one example per line; - is stdin
+    # text file, one example per line; a picture, a folder of pictures, npz or npy; - is stdin: lines
+    file: cli.File = "-"
     # write a NumPy array (lines, width) instead of JSON lines on stdout
     output: Annotated[str | None, arg(metavar="FILE.npy")] = None
     normalize: cli.Switch = False  # vectors of length 1
@@ -160,7 +163,7 @@ def classify(options: ClassifyOptions) -> int:
     classifier = Classifier(opened, options.overlong, options.model)
     rows = 1 if cli.is_typed(options.file) else options.rows
     if classifier.pictures is not None and options.file != "-":
-        blocks: Iterable[Any] = picture_blocks(classifier, options.file, rows)
+        blocks: Iterable[Any] = picture_blocks(classifier.pictures, options.file, rows)
     else:
         lines = cli.line_blocks(options.file, rows)
         blocks = (([""] * len(block[0]), classifier.read(*block)) for block in lines)
@@ -171,13 +174,11 @@ def classify(options: ClassifyOptions) -> int:
     return 0
 
 
-def picture_blocks(classifier: Classifier, path: str, rows: int) -> Iterator[tuple[Any, Any]]:
+def picture_blocks(reader: Pictures, path: str, rows: int) -> Iterator[tuple[Any, Any]]:
     """Names to print, where there are several files, and pictures: of a folder, an array or one
     file."""
     from regard.data.read import SUFFIXES
 
-    reader = classifier.pictures
-    assert reader is not None
     if Path(path).is_dir():
         files = sorted(f for f in Path(path).rglob("*") if f.suffix.lower() in SUFFIXES)
         if not files:
@@ -212,8 +213,7 @@ def embed(options: EmbedOptions) -> int:
     opened = cli.open_model(options.model, options.machine)
     embedder = Embedder(opened, options.normalize, options.overlong, options.pooling)
     whole = []
-    for block in cli.line_blocks(options.file, 1 if cli.is_typed(options.file) else options.rows):
-        vectors = embedder(*block)
+    for vectors in embeddings(embedder, options):
         if options.output is not None:
             whole += vectors
             continue
@@ -230,6 +230,20 @@ def embed(options: EmbedOptions) -> int:
         except OSError as error:
             raise Fault(f"cannot write {path}: {error.strerror}", RUN) from None
     return 0
+
+
+def embeddings(embedder: Embedder, options: EmbedOptions) -> Iterator[Any]:
+    """The vectors of a file, block after block: of its pictures, where it has some, else of its lines."""
+    from regard.data.read import SUFFIXES
+
+    path = options.file
+    pictured = path.endswith((*SUFFIXES, ".npy", ".npz")) or Path(path).is_dir()
+    if embedder.pictures is not None and (pictured or embedder.rows is None) and path != "-":
+        for _, block in picture_blocks(embedder.pictures, path, options.rows):
+            yield embedder.vectors(block)
+        return
+    for block in cli.line_blocks(path, 1 if cli.is_typed(path) else options.rows):
+        yield embedder(*block)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from regard.see.format import visible
 COMMANDS = {
     "generate": "answer a prompt (text or ids), greedily, drawn, or by beam search",
     "translate": "translate lines with an encoder-decoder; --align shows which words belong together",
+    "transcribe": "speech in a wav file as text, or as English text",
     "chat": "a conversation, turn by turn",
     "serve": "an OpenAI-compatible server over models on this machine",
     "warm": "compile and measure, once, what the first requests would wait for",
@@ -30,6 +31,7 @@ COMMANDS = {
     "fill": "the most probable words behind the masks of a text",
     "answer": "find the answer to a question in a text",
     "embed": "one vector per line",
+    "pull": "bring a model from the Hugging Face Hub into its cache, every file checked",
     "merge": "join an adapter (LoRA) and its model into one folder",
     "convert": "bring in a GGUF file or pickled weights as a model folder",
     "plan": "what a run will need: parameters, memory, disk, time; nothing is trained",
@@ -58,7 +60,7 @@ HELP = """Regard: train and run Transformers of every family, on this machine.
 commands
 {}
 
-MODEL is a Hugging Face folder: config.json, model.safetensors, tokenizer.json. Nothing is downloaded.
+MODEL is a Hugging Face folder (config.json, model.safetensors, tokenizer.json), or the name of one that was pulled.
 Options of a command: regard generate --help.   Version: regard --version.
 Exit codes: 0 done, 1 failed while running, 2 wrong command line, 3 device or package missing, 4 model folder or data
 missing or broken, 5 a check that was asked for failed, 130 interrupted."""

@@ -27,7 +27,7 @@ import tyro
 from tyro.conf import Positional, UseAppendAction, arg
 
 from regard.errors import DATA, Fault, UsageError, blaming, nearest
-from regard.files import nearby
+from regard.files import hub_name, in_hub_cache, nearby
 from regard.see.format import aligned
 
 if TYPE_CHECKING:
@@ -223,11 +223,42 @@ def values(options: Any) -> dict[str, Any]:
 
 def open_model(folder: str, machine: Machine) -> Opened:
     """The model of a folder, ready to run as the flags say."""
+    offer_to_pull(folder)
     from regard.evaluation.model import Opened
 
     opened = Opened(folder, **dataclasses.asdict(machine))
     talk(opened.about)
     return opened
+
+
+def offer_to_pull(name: str) -> None:
+    """Somebody at a terminal who names a model of the hub that is not here is asked whether to bring it."""
+    asked = sys.stdin.isatty() and sys.stderr.isatty() and "/" in name and hub_name(name)
+    if not asked or Path(name).exists() or in_hub_cache(name):
+        return
+    print(f"{name} is not on this machine; pull it from the hub? [y/N] ", end="", file=sys.stderr)
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() in ("y", "yes"):
+        pull(name)
+
+
+def pull(name: str) -> Path:
+    """A model of the Hugging Face Hub, brought into its cache; what it is, is said."""
+    from regard.checkpoint import hub
+
+    listing = hub.look_up(name)
+    say(f"{listing.name} at {listing.commit}, {in_bytes(listing.size)}")
+    folder = hub.pull(listing, lambda file: renew(f"{file.name}, {in_bytes(file.size)}"))
+    renew("")
+    return folder
+
+
+def in_bytes(size: int) -> str:
+    """1.2 GB"""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size} bytes"
 
 
 def compare(opened: Opened, prompt: Any) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from regard.cache import FIRST, Pool, taken_back
 from regard.decode.settings import Request, named
 from regard.errors import UsageError
 from regard.models.embedding import Patches, Tokens, context
+from regard.models.sound import Sound
 
 
 def check(request: Request, model: Any) -> None:
@@ -56,7 +58,7 @@ def check(request: Request, model: Any) -> None:
         )
     if request.key is not None and not -(2**52) <= request.key < 2**52:
         raise UsageError(f"key is {request.key}; give a number from -2**52 to 2**52 - 1")
-    check_source(request, model)
+    check_source(request.source, model)
 
 
 def check_tokens(ids: list[int], vocab: int, name: str = "token") -> None:
@@ -69,9 +71,14 @@ def check_tokens(ids: list[int], vocab: int, name: str = "token") -> None:
             raise UsageError(f"{name} {i} is outside the vocabulary (0 to {vocab - 1})")
 
 
-def check_source(request: Request, model: Any) -> None:
-    """An encoder-decoder reads ids (s) or an image (c h w); others read nothing but their prompt."""
-    source, config = request.source, model.config
+def hears(model: Any) -> bool:
+    """Whether a model reads sound."""
+    return isinstance(getattr(model.config, "source", None), Sound)
+
+
+def check_source(source: Tensor | None, model: Any) -> None:
+    """An encoder-decoder reads ids (s), an image (c h w) or a spectrogram (n t); others read their prompt alone."""
+    config = model.config
     if not model.reads_source:
         if source is not None:
             raise UsageError("this model has no encoder; leave source out, and give a prompt")
@@ -81,11 +88,11 @@ def check_source(request: Request, model: Any) -> None:
             "an encoder-decoder needs a source: Request(ids, source=ids of the source)"
         )
     reads = getattr(config, "source", None)
-    if isinstance(reads, Patches):
-        want = (reads.channels, reads.size, reads.size)
+    if isinstance(reads, (Patches, Sound)):
+        want, what = reads.shape, "an image" if isinstance(reads, Patches) else "a spectrogram"
         if tuple(source.shape) != want or not source.is_floating_point():
             raise UsageError(
-                f"the source must be an image of real numbers of shape {want}, got {source.dtype} {tuple(source.shape)}"
+                f"the source must be {what} of real numbers of shape {want}, got {source.dtype} {tuple(source.shape)}"
             )
         return
     if source.dim() != 1 or source.dtype not in (torch.int64, torch.int32) or not len(source):

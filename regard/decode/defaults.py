@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from regard.decode.check import check_tokens, context_of, written
+from regard.decode.check import check_tokens, context_of, hears, written
 from regard.decode.settings import DEFAULTS, DRAWING, Settings
 from regard.errors import UsageError, check_choice, notice
 from regard.text import Special, Tokenizer, special_ids
@@ -126,7 +126,9 @@ def _folder_settings(model: Any, origin: Any) -> tuple[dict[str, Any], str]:
     where = FILE if FILE in origin.files else "config.json"
     said = read_json(origin.files, FILE) if FILE in origin.files else _legacy(origin.config)
     said = {key: value for key, value in said.items() if value is not None}
-    for key in (key for key in UNSUPPORTED if key in said):
+    # Of sound, `speech.opening` takes what stands before an answer.
+    taken = {"forced_decoder_ids"} if hears(model) else set()
+    for key in (key for key in UNSUPPORTED if key in said and key not in taken):
         idle = said[key] in UNSUPPORTED[key] or (key in DRAWN and said.get("do_sample") is not True)
         if not idle:
             more = f"{key}={said[key]!r:.60} is not taken, so texts may differ from transformers'"
@@ -243,8 +245,10 @@ def settings_of(
         if prompt > 1 and "forced_first" in said:
             del found["forced_first"]
         if "max_new_tokens" not in found and most is not None:
-            if most > prompt:
-                found["max_new_tokens"] = most - prompt
+            # Whisper's does not count what stands before an answer.
+            counted = 0 if hears(model) else prompt
+            if most > counted:
+                found["max_new_tokens"] = most - counted
             else:
                 notice(
                     f"max_length={most} leaves no room after {prompt} tokens of prompt; not taken"

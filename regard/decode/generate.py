@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.decode.check import context_of
+from regard.decode.check import check_source, context_of, hears
 from regard.decode.defaults import folder_settings, settings_of, special_of, tokenizer_of
 from regard.decode.engine import MANY, ROWS, Engine
 from regard.decode.runners.steps import unused, why_plain
 from regard.decode.settings import Event, Request, Result
 from regard.decode.sources import source_size
+from regard.decode.speech import check_hears, opening
 from regard.errors import UsageError
 from regard.fast.cpu.native import NativeAttention
 from regard.fast.invariant import invariant as steady
@@ -133,13 +134,14 @@ def failed(results: Sequence[Result]) -> str:
 def answers(
     model: Any, prompts: Prompt | Sequence[Prompt], stop: str | Sequence[str] = (), rows: int | None = None,
     layout: str | None = None, invariant: bool = False, draft_model: Any = None, mask: Mask = None,
-    defaults: str = "model", **settings: Any
+    defaults: str = "model", begin: Sequence[int] = (), **settings: Any
 ) -> list[list[Result]]:  # fmt: skip
     """`generate`, each prompt's answers in a list of their own, in the order of the prompts; one that failed is among
-    them, and nobody is warned of it."""
+    them, and nobody is warned of it. `begin`: the tokens that a decoder begins with, where it is not the folder that
+    says it."""
     if draft_model is not None:
         settings.setdefault("draft", 4)
-    job = Job(model, stop, settings, mask=mask, defaults=defaults)
+    job = Job(model, stop, settings, mask=mask, defaults=defaults, begin=begin)
     many = job.requests(prompts)
     if invariant:
         how: Any = {"layout": layout or "contiguous", "backend": "ordered", "draft": draft_model}
@@ -227,6 +229,20 @@ def translate(
     return texts if several else [text for (text,) in texts]
 
 
+def transcribe(
+    model: Any, windows: Sequence[Tensor], *, language: str | None = None, task: str | None = None, rows: int = 8,
+    defaults: str = "model", **settings: Any
+) -> Iterator[Result]:  # fmt: skip
+    """The text of each window of a recording, a spectrogram (n t) as `regard.data.sound.Spectra` makes it, in order,
+    `rows` of them at a time. Where nobody names a language it is that of the first window."""
+    check_hears(model)
+    begin = opening(model, windows[0], language, task) if windows else []
+    for at in range(0, len(windows), rows):
+        block = windows[at : at + rows]
+        for group in answers(model, block, begin=begin, defaults=defaults, **settings):
+            yield from group
+
+
 def translating(
     model: Any, sources: Sequence[Sequence[int]], given: dict[str, Any], defaults: str = "model"
 ) -> dict[str, Any]:
@@ -261,7 +277,7 @@ class Job:
 
     def __init__(
         self, model: Any, stop: str | Sequence[str], settings: dict[str, Any], live: bool = False, mask: Mask = None,
-        defaults: str = "model"
+        defaults: str = "model", begin: Sequence[int] = ()
     ):  # fmt: skip
         self.model, self.stop, self.mask = model, check_stop(stop), mask
         not_for_beams = (
@@ -269,7 +285,7 @@ class Job:
         )
         self.live = live or bool(self.stop)
         self.two = model.reads_source
-        self.start = special_of(model).start or 0
+        self.begin = list(begin)
         self.tokenizer = tokenizer_of(model)
         self.sized = settings_of(model, settings, defaults, not_for_beams)
         self.settings = self.sized(1)
@@ -281,7 +297,17 @@ class Job:
             )
 
     def requests(self, prompts: Prompt | Sequence[Prompt]) -> list[Request]:
+        # Of sound one prompt is (n t), where a picture is (c h w).
+        if isinstance(prompts, Tensor) and hears(self.model):
+            prompts = [prompts] if prompts.dim() == 2 else list(prompts)
         return [self.request(p, i) for i, p in enumerate(_many(prompts))]
+
+    def opened(self, source: Tensor) -> list[int]:
+        """What a decoder begins with."""
+        if self.begin or not hears(self.model):
+            return self.begin or [special_of(self.model).start or 0]
+        check_source(source, self.model)
+        return opening(self.model, source)
 
     def request(self, prompt: Prompt, key: int) -> Request:
         given = self.read(prompt)
@@ -292,7 +318,8 @@ class Job:
             source = given if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.long)
             if source.dim() == 1 and len(source) == 0:
                 raise UsageError("the source is empty; give at least one token")
-            request = Request([self.start], self.settings, source, key=key)
+            ids = self.opened(source)
+            request = Request(ids, self.sized(len(ids)), source, key=key)
         request.mask = self.mask
         if self.stop:
             needed(self.tokenizer)

@@ -8,15 +8,13 @@ import torch
 
 from regard.decode.settings import Request
 from regard.models.base import Model
-from regard.models.embedding import Patches, context
+from regard.models.embedding import Tokens, context
 
 
 def source_length(model: Model) -> int | None:
     """The longest source that a model reads."""
     c = model.config
-    if isinstance(c.source, Patches):
-        return c.source.extra + c.source.count
-    return context(c.max_len, c.source)
+    return context(c.max_len, c.source) if isinstance(c.source, Tokens) else c.source.tokens
 
 
 def source_size(model: Model, request: Request) -> int:

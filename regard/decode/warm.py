@@ -24,6 +24,7 @@ from regard.kernels.triton import measured
 from regard.kernels.triton.linear import triton
 from regard.models.base import Model
 from regard.models.embedding import Patches
+from regard.models.sound import Sound
 
 LONGEST = 32_768  # tokens of a text, unless more are asked for
 SEVERAL = 8  # rows of a model without a graph, where nothing depends on how many there are
@@ -117,8 +118,8 @@ def _asked(engine: Engine, rows: int, most: int) -> Iterator[list[Request]]:
     for count in widths(rows) if graph else (min(rows, SEVERAL),):
         yield _requests(model, [8] * min(count, rows), **GREEDY)
         yield _requests(model, [8] * min(count, rows))
-    # Pictures are all of one size.
-    if not graph or isinstance(getattr(model.config, "source", None), Patches):
+    # Pictures and spectrograms are all of one size.
+    if not graph or isinstance(getattr(model.config, "source", None), (Patches, Sound)):
         return
     if model.reads_source:
         most = min(most, source_length(model) or SOURCE)
@@ -135,8 +136,8 @@ def _requests(model: Model, sizes: list[int], last: int = 0, **settings: Any) ->
     texts: list[Any] = [[(n + i + k) % vocab for k in range(n)] for i, n in enumerate(sizes)]
     for text in texts:
         text[-1] = (text[-1] + last) % vocab
-    if isinstance(reads, Patches):
-        texts = [torch.zeros(reads.channels, reads.size, reads.size)] * len(sizes)
+    if isinstance(reads, (Patches, Sound)):
+        texts = [torch.zeros(reads.shape)] * len(sizes)
     return Job(model, (), {**settings, "max_new_tokens": 2}).requests(texts)
 
 

@@ -27,7 +27,7 @@ from regard.files import TRAINED, json_object
 from regard.kernels.linear import half_is_fast
 from regard.layers import MLM, Answer, Classify, Tag
 from regard.machine import pick_device
-from regard.models import Model, Painter, Patches, Transformer
+from regard.models import Model, Painter, Pair, Patches, Sound, Transformer
 from regard.models.adapt import class_names
 from regard.models.transformer import mean_real
 from regard.text import needed
@@ -201,13 +201,25 @@ def notice_length(model: Model, length: int) -> None:
         notice(f"{past}; what is beyond may be worth little")
 
 
+def read_by(model: Any) -> Any:
+    """The config of what a model reads first, of a pair what its texts are."""
+    of = model.config.text if isinstance(model, Pair) else model.config
+    return getattr(of, "source", None) or getattr(of, "embedding", None)
+
+
 def patches_of(model: Any) -> Patches | None:
     """What a model that reads pictures cuts them into."""
-    first = getattr(model.config, "source", None) or getattr(model.config, "embedding", None)
+    first = read_by(model)
     return first if isinstance(first, Patches) else None
 
 
+def reads_text(model: Any) -> bool:
+    return not isinstance(read_by(model), (Patches, Sound))
+
+
 def check_reads_text(model: Any) -> None:
+    if isinstance(read_by(model), Sound):
+        raise UsageError("this model reads sound: regard transcribe MODEL FILE.wav")
     if patches_of(model) is not None:
         how = (
             "classify" if isinstance(getattr(model.config, "head", None), Classify) else "generate"
@@ -323,7 +335,7 @@ def padded(rows: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor
 
 
 class Embedder:
-    """An opened model that reads text.
+    """An opened model that reads text, or pictures, or (a pair of models) either.
 
     An encoder gives its pooled vector where it has a pooler (BERT's, on the first token), else the
     mean of the last hidden states of the text's tokens; so do decoders (whose last state has read
@@ -339,17 +351,29 @@ class Embedder:
         pooling: str = "auto",
     ):
         self.model = opened.model
-        check_reads_text(self.model)
+        patches = self.model.config.image.embedding if isinstance(self.model, Pair) else None
+        patches = patches or patches_of(self.model)
+        if patches is None or self.model.reads_source:
+            check_reads_text(self.model)
+        self.pictures = None if patches is None else Pictures(patches, self.model.origin)
         files = {} if self.model.origin is None else self.model.origin.files
         self.normalize = normalize or b".Normalize" in files.get(MODULES, b"")
         self.pooling = _pooling(files.get(POOLING), pooling)
-        self.rows = Rows(opened, overlong)
+        # A pair without a tokenizer still reads pictures.
+        blind = self.pictures is None
+        reads = reads_text(self.model) and (blind or opened.tokenizer is not None)
+        self.rows: Any = Rows(opened, overlong) if reads else None
 
     def __call__(
         self, texts: Sequence[str], start: int = 0, name: str = "texts"
     ) -> list[np.ndarray | None]:
         """A vector for each text, None for an empty one; `start` counts the lines before."""
-        rows = self.rows(texts, start, name)
+        if self.rows is None:
+            raise UsageError("this model reads images: regard embed MODEL picture.png")
+        return self.vectors(self.rows(texts, start, name), start)
+
+    def vectors(self, rows: Sequence[Tensor | None], start: int = 0) -> list[np.ndarray | None]:
+        """A vector for each row of ids or picture."""
         given = [ids for ids in rows if ids is not None]
         vectors = iter(embedded(self.model, given, self.normalize, self.pooling) if given else ())
         each = [None if ids is None else next(vectors) for ids in rows]
@@ -377,9 +401,17 @@ def _pooling(stored: bytes | None, asked: str) -> str:
 def embedded(
     model: Any, given: Sequence[Tensor], normalize: bool = False, pooling: str = "auto"
 ) -> np.ndarray:
-    """Vectors (b m) of rows of ids."""
-    ids, lengths = padded(given, next(model.parameters()).device)
-    if pooling == "auto" and isinstance(model, Transformer):
+    """Vectors (b m) of rows of ids, or of pictures (c h w)."""
+    device = next(model.parameters()).device
+    if given[0].is_floating_point():
+        vectors = seen(model, torch.stack(list(given)).to(device), pooling)
+        return (F.normalize(vectors, dim=-1) if normalize else vectors).cpu().numpy()
+    ids, lengths = padded(given, device)
+    if isinstance(model, Pair):
+        if pooling != "auto":
+            raise UsageError("a pair of models pools as it was trained; leave pooling out")
+        vectors = model.texts(ids, lengths)
+    elif pooling == "auto" and isinstance(model, Transformer):
         vectors = model.pool(ids, lengths)
     else:
         read = model.reads_source or isinstance(model, Painter)
@@ -387,6 +419,14 @@ def embedded(
         vectors = states[:, 0] if pooling == "cls" else mean_real(states, lengths)
     vectors = vectors.float()
     return (F.normalize(vectors, dim=-1) if normalize else vectors).cpu().numpy()
+
+
+def seen(model: Any, pictures: Tensor, pooling: str) -> Tensor:
+    """Vectors (b m) of pictures (b c h w)."""
+    if pooling == "auto" or isinstance(model, Pair):
+        return (model.images(pictures) if isinstance(model, Pair) else model.pool(pictures)).float()
+    states = model.hidden(pictures).float()
+    return states[:, 0] if pooling == "cls" else states.mean(1)
 
 
 def grouped(rows: Sequence[Tensor], sizes: Sequence[int], places: int) -> Iterator[list[Tensor]]:

@@ -24,6 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.attention.compressed import (
+    CompressedAttention,
+    CompressedIndexer,
+    Compressor,
+    GroupedLinear,
+)
 from regard.attention.delta import CHUNK, GatedDeltaRule, recurrent
 from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
@@ -32,15 +38,26 @@ from regard.attention.scores import Additive, Bilinear, Hard
 from regard.attention.sparse import Indexer, SparseAttention, fp8_dots
 from regard.attention.ssd import StateSpaceDual
 from regard.attention.state import StateMechanism
+from regard.block import LayerInput, LayerTables, Mix
 from regard.errors import UsageError
 from regard.fast.cpu import Prepared
 from regard.fast.cpu.join import SteadyLatent
 from regard.fast.specialise import Replacement, replace, share
 from regard.kernels.linear import Packed, packs
-from regard.layers import FeedForward, LabelHead, LMHead, RMSNorm
+from regard.layers import (
+    FeedForward,
+    Gain,
+    LabelHead,
+    LayerScale,
+    LMHead,
+    Projection,
+    RMSNorm,
+    Xielu,
+)
 from regard.models import Model
 from regard.models.embedding import PatchEmbedding, TokenEmbedding
 from regard.models.recurrent import Recurrence
+from regard.models.sound import SoundEmbedding
 from regard.moe import MixtureOfExperts
 from regard.position import PositionVectors, RelativeBias
 
@@ -186,6 +203,40 @@ class SteadyExperts(SteadyParts, MixtureOfExperts):
     def logits(self, x: Tensor) -> Tensor:
         return self.router_product(x)
 
+    def softplus(self, x: Tensor) -> Tensor:
+        return SOFTPLUS(x)
+
+
+class SteadyMix(SteadyParts, Mix):
+    pass
+
+
+class SteadyGroups(SteadyParts, GroupedLinear):
+    pass
+
+
+class SteadyCompressed(CompressedAttention):
+    """Each entry behind the tokens that it is made of: a text's keys lie in the same tiles in any company."""
+
+    def beside(self, entries: Tensor, tokens: Tensor) -> Tensor:
+        both, rate = torch.cat([tokens, entries], 1), self.config.rate or 1
+        token, entry = torch.arange(tokens.shape[1]), torch.arange(entries.shape[1])
+        place = torch.cat([token + token // rate, (entry + 1) * rate + entry])
+        return both[:, place.argsort()]
+
+
+class SteadyChooser(CompressedIndexer):
+    def dots(self, q: Tensor, k: Tensor) -> Tensor:
+        return dots(q, k)
+
+    def join(self, dots: Tensor, w: Tensor) -> Tensor:
+        return joined(dots, w)
+
+
+class SteadyXielu(Xielu):
+    def forward(self, x: Tensor) -> Tensor:
+        return Steady(super().forward)(x)
+
 
 class SteadyGrouped(SteadyParts, GroupedQueryAttention):
     pass
@@ -256,16 +307,20 @@ class SteadySparse(SparseAttention):
         return chosen.gather(-1, hidden.to(torch.uint8).argsort(dim=-1, stable=True))
 
 
+def joined(dots: Tensor, w: Tensor) -> Tensor:
+    """Head after head."""
+    total = torch.zeros_like(dots[:, :, 0])
+    for j in range(dots.shape[2]):
+        total = total + w[:, :, j, None] * torch.relu(dots[:, :, j])
+    return total
+
+
 class SteadyIndexer(Indexer):
     def dots(self, q: Tensor, k: Tensor) -> Tensor:
         return fp8_dots(q, k, dots) if self.config.precision == "fp8" else dots(q, k)
 
     def join(self, dots: Tensor, w: Tensor) -> Tensor:
-        """Head after head."""
-        total = torch.zeros_like(dots[:, :, 0])
-        for j in range(dots.shape[2]):
-            total = total + w[:, :, j, None] * torch.relu(dots[:, :, j])
-        return total
+        return joined(dots, w)
 
 
 class SteadyAdditive(Additive):
@@ -296,12 +351,20 @@ class SteadyConvolution(nn.Conv2d):
         return torch.cat([super(SteadyConvolution, self).forward(x[None]) for x in input])
 
 
+class SteadyWaves(nn.Conv1d):
+    """One spectrogram at a time."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.cat([super(SteadyWaves, self).forward(x[None]) for x in input])
+
+
 def _steady(kind: type[nn.Module]) -> Replacement:
     def row(plain: Any, _: nn.Module) -> nn.Module:
         new = share(kind, plain)
         new.products = Products()  # type: ignore[assignment]
         # An activation rounds its last few numbers otherwise.
-        if callable(getattr(plain, "act", None)):
+        act = getattr(plain, "act", None)
+        if callable(act) and not isinstance(act, nn.Module):
             new.act = Steady(plain.act)  # type: ignore[assignment]
         if isinstance(plain, MixtureOfExperts):
             bias = None if plain.router.bias is None else plain.router.bias.float()
@@ -315,8 +378,10 @@ GATE, SOFTPLUS = Steady(torch.sigmoid), Steady(F.softplus)
 TABLE: dict[type, Replacement] = {
     nn.Linear: _steady(SteadyLinear),
     FeedForward: _steady(FeedForward),
+    Xielu: _steady(SteadyXielu),
     LMHead: _steady(SteadyHead),
     LabelHead: _steady(LabelHead),
+    Projection: _steady(Projection),
     MixtureOfExperts: _steady(SteadyExperts),
     GroupedQueryAttention: _steady(SteadyGrouped),
     LatentAttention: _steady(SteadyLatent),
@@ -329,8 +394,15 @@ TABLE: dict[type, Replacement] = {
     Bilinear: _steady(SteadyBilinear),
     Recurrence: _steady(SteadyRecurrence),
     nn.Conv2d: _steady(SteadyConvolution),
+    nn.Conv1d: _steady(SteadyWaves),
+    SoundEmbedding: _steady(SoundEmbedding),
+    LayerInput: _steady(LayerInput),
+    Mix: _steady(SteadyMix),
+    GroupedLinear: _steady(SteadyGroups),
+    CompressedAttention: _steady(SteadyCompressed),
+    CompressedIndexer: _steady(SteadyChooser),
 }
 # Parts with weights that need no change.
-TABLES = (TokenEmbedding, PatchEmbedding, PositionVectors, RelativeBias, nn.Embedding)
+TABLES = (TokenEmbedding, PatchEmbedding, PositionVectors, RelativeBias, nn.Embedding, LayerTables)
 # The cells run the weights of an RNNBase.
-STEADY = (*TABLES, RMSNorm, nn.LayerNorm, nn.RNNBase)
+STEADY = (*TABLES, RMSNorm, LayerScale, Gain, Compressor, nn.LayerNorm, nn.RNNBase)

@@ -78,7 +78,9 @@ HELD = (nn.Linear, PackedLinear, WideLinear, nn.LayerNorm, RMSNorm, nn.Dropout, 
 
 def unlike(part: nn.Module, *kinds: type[nn.Module]) -> str:
     """Why no fast part can stand for this one, whose class has one, or nothing: it holds something of a class that is
-    neither in HELD nor among `kinds`, which may do something else with its weights."""
+    neither in HELD nor among `kinds`, which may do something else with its weights; or it says so (`special`)."""
+    if why := getattr(part, "special", ""):
+        return why
     others = [each for each in part.children() if type(each) not in (*HELD, *kinds)]
     return f"it has a {type(others[0]).__name__}" if others else ""
 

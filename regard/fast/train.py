@@ -111,7 +111,9 @@ class Joined(GroupedQueryAttention):
             return super().project_qkv(x, ctx)
         parts = (self.wq, self.wk, self.wv)
         weight = torch.cat([part.weight for part in parts])
-        bias = torch.cat([part.bias for part in parts]) if self.config.bias else None
+        none = self.wk.weight.new_zeros(self.wk.out_features)
+        each: list[Tensor] = [none if part.bias is None else part.bias for part in parts]
+        bias = torch.cat(each) if self.config.bias else None
         q, k, v = parted(F.linear(x, weight, bias), [part.out_features for part in parts])
         return self.as_queries(q, ctx), self.as_entries(k, v, ctx)
 

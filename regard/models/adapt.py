@@ -23,6 +23,7 @@ from regard.layers import LM, MLM, Answer, Classify, Head, LMHead, Tag, make_hea
 from regard.models.base import Model
 from regard.models.embedding import Patches, Tokens
 from regard.models.init import initialize, start_of
+from regard.models.pair import Pair
 from regard.models.transformer import EncoderDecoder, Transformer, TransformerConfig
 
 # --- a new head ---------------------------------------------------------------------------------------------------
@@ -45,16 +46,17 @@ def with_head(model: Model, head: Head) -> Model:
         model.embedding, model.tower, model.origin = whole.source, whole.encoder, whole.origin
         model.train(whole.training)
     if not model.towers:
-        raise UsageError("a recurrent model keeps the head it was made with; use a Transformer")
+        kind = "pair" if isinstance(model, Pair) else "recurrent model"
+        raise UsageError(f"a {kind} keeps the head it was made with; use a Transformer")
     if isinstance(model, Transformer):
         head = _suited(head, model)
     tower, words = (getattr(model.config, name) for name in [*model.towers.items()][-1])
     if isinstance(words, Tokens):
-        made = make_head(head, tower.dim, words.vocab, words.width)
+        made = make_head(head, tower.outputs, words.vocab, words.width)
     elif isinstance(head, (LM, MLM)):
         raise UsageError("an image has no vocabulary: put a Classify or Tag head on this model")
     else:
-        made = make_head(head, tower.dim, 0)
+        made = make_head(head, tower.outputs, 0)
     start = getattr(model.origin, "start", None) or model.start or start_of(model.config)
     initialize(made, start, tower.layers)
     made = made.to(next(model.parameters())).train(model.training)
@@ -63,7 +65,9 @@ def with_head(model: Model, head: Head) -> Model:
     if isinstance(model, Transformer):
         if isinstance(head, Classify) and head.dense and head.dense == model.config.pooler:
             made.dense = model.pooler
-        model.pooler, model.config = None, replace(model.config, pooler=None)
+        # One without weights changes nothing that is stored, and the family expects it.
+        if model.pooler is None or any(True for _ in model.pooler.parameters()):
+            model.pooler, model.config = None, replace(model.config, pooler=None)
     model.head, model.config = made, replace(model.config, head=head)
     if model.origin is not None:
         kept = {key: value for key, value in model.origin.config.items() if key not in NAMES}
@@ -351,12 +355,14 @@ def quantize(model: Model, device: torch.device | str | None = None) -> Model:
 
 
 def body_linears(model: nn.Module) -> dict[str, nn.Linear | Int4Linear]:
-    """Linear layers by full name, without those of the head and of indexers."""
+    """Linear layers by full name, without those of the head, of indexers, and of a pooler's attention, where PEFT's
+    matrices have no effect: torch's own module reads the weights alone."""
     return {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Int4Linear)
         and not {"head", "indexer"} & set(name.split("."))
+        and "pooler.attention." not in name
     }
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.config import Count, Divides, Fraction, Whole, settings
+from regard.config import Count, Divides, Fraction, Needs, Positive, Whole, settings
 from regard.errors import UsageError
 from regard.layers import Norm
 from regard.mask import Span
@@ -24,9 +24,12 @@ class Tokens:
     position: Positions | None = None  # what is added for the place
     types: Whole = 0  # segment types (BERT: 2)
     scaled: bool = False  # times sqrt(dim)
+    token_gain: Positive = 1.0  # times it (Granite)
     norm: Norm | None = None  # of the sum
     dropout: Fraction = 0.0  # of the sum, in training
     width: Count | None = None  # of the table, where it is not the tower's
+    # made as wide as the tower before anything is added, and without a bias (OPT 350M)
+    widened_first: Annotated[bool, Needs("width", such="512")] = False
     kind: str = "tokens"
 
     def make(self, dim: int) -> TokenEmbedding:
@@ -45,31 +48,36 @@ class TokenEmbedding(nn.Module):
     def __init__(self, config: Tokens, dim: int):
         super().__init__()
         c = self.config = config
-        self.project = nn.Linear(c.width, dim) if c.width else None
-        dim = c.width or dim
+        first = c.widened_first
+        self.project = nn.Linear(c.width, dim, bias=not first) if c.width else None
+        added, dim = dim if first else c.width or dim, c.width or dim
         self.weight = nn.Parameter(torch.empty(c.vocab, dim))
         nn.init.normal_(self.weight, std=dim**-0.5 if c.scaled else 0.02)  # scaled: 1 in the sum
-        self.position = c.position.make(dim) if c.position else None
-        self.types = nn.Parameter(torch.empty(c.types, dim).normal_(std=0.02)) if c.types else None
-        self.norm = c.norm.make(dim) if c.norm else None
+        self.position = c.position.make(added) if c.position else None
+        types = torch.empty(c.types, added).normal_(std=0.02) if c.types else None
+        self.types = None if types is None else nn.Parameter(types)
+        self.norm = c.norm.make(added) if c.norm else None
         self.dropout = nn.Dropout(c.dropout)
-        self.scale = dim**0.5 if c.scaled else 1.0
+        self.scale = (dim**0.5 if c.scaled else 1.0) * c.token_gain
 
     def forward(self, ids: Tensor, pos: Span, types: Tensor | None = None) -> Tensor:
         x = F.embedding(ids, self.weight)
         x = x * self.scale if self.scale != 1.0 else x
+        first = self.config.widened_first
+        if self.project is not None and first:
+            x = self.project(x)
         if self.types is not None:
             x = x + (self.types[0] if types is None else F.embedding(types, self.types))
         if self.position is not None:
             x = x + self.position(pos.absolute, ids).to(x.dtype)
         x = self.dropout(x if self.norm is None else self.norm(x))
-        return x if self.project is None else self.project(x)
+        return x if self.project is None or first else self.project(x)
 
 
 @settings
 class Patches:
     """An image of `size` x `size` cut into `patch` x `patch` squares, each a token; `extra` learned tokens stand
-    in front (1: the class token; 2: DeiT's distillation token as well)."""
+    in front (1: the class token; 2: DeiT's distillation token as well). `norm` is of the sum with the positions."""
 
     size: Count = 224  # side of the image
     patch: Annotated[Count, Divides("size")] = 16  # side of a patch
@@ -77,6 +85,7 @@ class Patches:
     extra: Whole = 1  # learned tokens in front
     bias: bool = True  # of the map
     dropout: Fraction = 0.0  # in training
+    norm: Norm | None = None  # of what comes out (CLIP)
     kind: str = "patches"
 
     def make(self, dim: int) -> PatchEmbedding:
@@ -86,6 +95,15 @@ class Patches:
     def count(self) -> int:
         return (self.size // self.patch) ** 2
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one image."""
+        return self.channels, self.size, self.size
+
+    @property
+    def tokens(self) -> int:
+        return self.extra + self.count
+
 
 class PatchEmbedding(nn.Module):
     """images (b c h w) -> (b n m): x_i = W patch_i + b, class tokens in front, a learned vector for each place."""
@@ -94,8 +112,9 @@ class PatchEmbedding(nn.Module):
         super().__init__()
         c = self.config = config
         self.project = nn.Conv2d(c.channels, dim, c.patch, stride=c.patch, bias=c.bias)
-        self.extra = nn.Parameter(torch.zeros(c.extra, dim))
+        self.extra = nn.Parameter(torch.zeros(c.extra, dim)) if c.extra else None
         self.position = nn.Parameter(torch.empty(c.extra + c.count, dim).normal_(std=0.02))
+        self.norm = c.norm.make(dim) if c.norm else None
         self.dropout = nn.Dropout(c.dropout)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -107,5 +126,7 @@ class PatchEmbedding(nn.Module):
         if len(images) == 0:
             raise UsageError("empty batch: give at least one image")
         x = self.project(images.to(self.project.weight.dtype)).flatten(2).transpose(1, 2)  # b n m
-        x = torch.cat([self.extra.expand(len(x), -1, -1), x], 1) + self.position
-        return self.dropout(x)
+        if self.extra is not None:
+            x = torch.cat([self.extra.expand(len(x), -1, -1), x], 1)
+        x = x + self.position
+        return self.dropout(x if self.norm is None else self.norm(x))

@@ -7,12 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from regard.attention.compressed import CompressedAttention, Compressor, GroupedLinear
 from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.ssd import StateSpaceDual
-from regard.block import Stack
+from regard.block import LayerTables, Mix, Stack
 from regard.config import Amount, settings
-from regard.layers import LabelHead, LMHead, RMSNorm, TokenBatchNorm
+from regard.layers import (
+    FeedForward,
+    Gain,
+    LabelHead,
+    LayerScale,
+    LMHead,
+    Projection,
+    RMSNorm,
+    TokenBatchNorm,
+    Xielu,
+)
 from regard.models.embedding import PatchEmbedding, TokenEmbedding
+from regard.models.pair import Pair
+from regard.models.pool import QueryPool
+from regard.models.sound import SoundEmbedding, waves
 from regard.moe import MixtureOfExperts
 from regard.position import Learned, PositionVectors, RelativeBias
 
@@ -27,7 +41,8 @@ class Start:
     sqrt(dim), so that words and positions weigh alike. The paper of 2017 does not say; with Xavier's wider matrices
     small models of its kind learned worse (bench/LOG.md, Multi30k);
     "deit": class tokens and positions are 0;
-    "modernbert": as "gpt2", the dense layer of a head and its vocabulary too; of labels 1 / sqrt(dim)."""
+    "modernbert": as "gpt2", the dense layer of a head and its vocabulary too; of labels 1 / sqrt(dim);
+    "clip", "siglip": by the width and depth of each part, whatever `std` is: see `_clip` and `_siglip`."""
 
     scheme: str = "normal"
     std: Amount = 0.02
@@ -46,8 +61,14 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
     for part in model.modules():
         if isinstance(part, (nn.Linear, nn.Conv2d)):
             _matrix(part.weight, start)
+        elif isinstance(part, nn.Conv1d):
+            _matrix(part.weight.flatten(1), start)
+        elif isinstance(part, SoundEmbedding):
+            part.position.copy_(waves(*part.position.shape))
         elif isinstance(part, (nn.LayerNorm, RMSNorm)):
             nn.init.constant_(part.weight, 0.0 if getattr(part, "plus_one", False) else 1.0)
+        elif isinstance(part, LayerScale):
+            nn.init.constant_(part.weight, part.start)
         elif isinstance(part, TokenBatchNorm):
             for weight, value in (
                 (part.weight, 1.0),
@@ -56,9 +77,24 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
                 (part.var, 1.0),
             ):
                 nn.init.constant_(weight, value)
+        elif isinstance(part, Xielu):
+            part.start()
         elif isinstance(part, MixtureOfExperts):
             for weight in (part.gate, part.up, part.down):
                 _matrix(weight, start)
+            if part.gains is not None:
+                nn.init.ones_(part.gains)
+        elif isinstance(part, (LayerTables, GroupedLinear, Mix)):
+            nn.init.normal_(part.weight, std=start.std)
+            if isinstance(part, Mix):
+                nn.init.zeros_(part.bias)
+                nn.init.ones_(part.scale)
+        elif isinstance(part, Compressor):
+            nn.init.zeros_(part.bias)
+        elif isinstance(part, CompressedAttention):
+            nn.init.zeros_(part.sinks)
+        elif isinstance(part, Gain):
+            nn.init.ones_(part.weight)
         elif isinstance(part, (TokenEmbedding, PositionVectors, PatchEmbedding)):
             _tables(part, start)
         elif isinstance(part, LMHead) and part.weight is not None:
@@ -68,8 +104,17 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
             inputs = part.config.dim if start.scheme == "t5" else 1
             for weight in part.relative.parameters():
                 nn.init.normal_(weight, std=start.std / inputs**0.5)
-        if isinstance(part, (nn.Linear, nn.Conv2d, nn.LayerNorm)) and part.bias is not None:
+        if (
+            isinstance(part, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.LayerNorm))
+            and part.bias is not None
+        ):
             nn.init.zeros_(part.bias)
+        if isinstance(part, Pair):
+            nn.init.constant_(part.scale, part.config.scale)
+        elif isinstance(part, QueryPool):
+            nn.init.normal_(part.query, std=start.std)
+    if start.scheme in ("clip", "siglip"):
+        return {"clip": _clip, "siglip": _siglip}[start.scheme](model)
     layers = max((len(p.blocks) for p in model.modules() if isinstance(p, Stack)), default=layers)
     # after the matrices inside them
     for part in model.modules():
@@ -94,6 +139,64 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
             nn.init.normal_(part.router.bias, std=start.std)
             for name in ("gate_bias", "up_bias", "down_bias"):
                 nn.init.zeros_(getattr(part, name))
+
+
+def _clip(model: nn.Module) -> None:
+    """CLIP's: what reads the stream, and what the feed-forward writes, narrower in a deeper tower."""
+    for part in model.modules():
+        if isinstance(part, Stack):
+            wide = part.config.dim**-0.5
+            deep = wide * (2 * len(part.blocks)) ** -0.5
+            stds = {
+                "wq": deep,
+                "wk": deep,
+                "wv": deep,
+                "wo": wide,
+                "up": wide / 2**0.5,
+                "down": deep,
+            }
+            for name, linear in part.named_modules():
+                if isinstance(linear, nn.Linear):
+                    nn.init.normal_(linear.weight, std=stds[name.rpartition(".")[2]])
+        elif isinstance(part, Projection):
+            nn.init.normal_(part.out.weight, std=part.out.in_features**-0.5)
+        elif isinstance(part, (TokenEmbedding, PositionVectors, PatchEmbedding)):
+            for name, table in part.named_parameters(recurse=False):
+                nn.init.normal_(table, std=table.shape[1] ** -0.5 if name == "extra" else 0.02)
+            if isinstance(part, PatchEmbedding):
+                nn.init.normal_(part.project.weight, std=0.02)
+
+
+# The deviation of a normal number that is cut off at two of them.
+CUT = 0.87962566103423978
+
+
+def _siglip(model: nn.Module) -> None:
+    """SigLIP's: Xavier's in blocks, deviation 1 / sqrt(inputs) elsewhere."""
+    for part in model.modules():
+        if isinstance(part, (nn.Linear, nn.Conv2d)):
+            nn.init.trunc_normal_(part.weight, std=part.weight[0].numel() ** -0.5 / CUT)
+        elif isinstance(part, (TokenEmbedding, PositionVectors, PatchEmbedding)):
+            for table in part.parameters(recurse=False):
+                nn.init.normal_(table, std=table.shape[1] ** -0.5)
+    for part in model.modules():
+        if isinstance(part, GroupedQueryAttention):
+            for linear in (part.wq, part.wk, part.wv, part.wo):
+                nn.init.xavier_uniform_(linear.weight)
+        elif isinstance(part, FeedForward):
+            for linear in (part.up, part.down):
+                nn.init.xavier_uniform_(linear.weight)
+                nn.init.normal_(linear.bias, std=1e-6)
+    for part in model.modules():
+        if isinstance(part, QueryPool):
+            dim = part.query.shape[1]
+            nn.init.uniform_(part.query, -((3 / dim) ** 0.5), (3 / dim) ** 0.5)
+            # Queries, keys and values are one matrix of theirs, and what they are read by is as elsewhere.
+            for name, linear in part.attention.named_children():
+                if name in ("wq", "wk", "wv") and isinstance(linear, nn.Linear):
+                    nn.init.uniform_(linear.weight, -((1.5 / dim) ** 0.5), (1.5 / dim) ** 0.5)
+                elif isinstance(linear, nn.Linear):
+                    nn.init.trunc_normal_(linear.weight, std=dim**-0.5 / CUT)
 
 
 def _matrix(weight: Tensor, start: Start) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from regard.models.base import Model
 from regard.models.embedding import Patches, Tokens, context
+from regard.models.sound import Sound
 
 
 def random_inputs(
@@ -16,9 +17,9 @@ def random_inputs(
     little shorter."""
     draw, c = torch.Generator().manual_seed(seed), model.config
 
-    def read(part: Tokens | Patches | None, vocab: int, size: int) -> Tensor:
-        if isinstance(part, Patches):
-            return torch.randn(rows, part.channels, part.size, part.size, generator=draw)
+    def read(part: Tokens | Patches | Sound | None, vocab: int, size: int) -> Tensor:
+        if isinstance(part, (Patches, Sound)):
+            return torch.randn(rows, *part.shape, generator=draw)
         most = None if part is None else context(c.max_len, part)
         size = size if most is None else min(size, most)
         return torch.randint(vocab if part is None else part.vocab, (rows, size), generator=draw)

@@ -49,6 +49,8 @@ class PainterConfig:
     def __post_init__(self) -> None:
         if self.encoder.causal or self.decoder.causal or self.decoder.cross is None:
             raise UsageError("encoder.causal and decoder.causal must be false, decoder.cross given")
+        if self.encoder.out_dim or self.decoder.out_dim:
+            raise UsageError("out_dim is for a model of one tower")
 
     def make(self) -> Painter:
         return Painter(self)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.attention import Context, check_backend
@@ -14,20 +15,22 @@ from regard.block import Stack, Tower
 from regard.cache import Cache, CacheSpec
 from regard.config import Count, settings
 from regard.errors import UsageError
-from regard.layers import LM, MLM, Answer, Classify, Tag, activation, make_head
+from regard.layers import LM, MLM, Answer, Classify, Project, Projection, Tag, activation, make_head
 from regard.mask import Full, Mask, Span
 from regard.models import base
 from regard.models.base import Lengths, Model, positions
 from regard.models.embedding import PatchEmbedding, Patches, TokenEmbedding, Tokens, context
+from regard.models.pool import AttentionPool, Pool
+from regard.models.sound import Sound, SoundEmbedding
 
 
 def embed(
-    part: TokenEmbedding | PatchEmbedding, ids: Tensor, lengths: Lengths, max_len: int | None,
+    part: TokenEmbedding | PatchEmbedding | SoundEmbedding, ids: Tensor, lengths: Lengths, max_len: int | None,
     *, name: str = "ids", types: Tensor | None = None, cache: Cache | None = None, mask: Mask | None = None
 ) -> tuple[Tensor, Span]:  # fmt: skip
-    """ids (b t) or images (b c h w) as vectors (b t m), and their positions (-1 for padding). Positions of packed
-    documents, which `mask` keeps apart, begin anew with each."""
-    if isinstance(part, PatchEmbedding):
+    """ids (b t), images (b c h w) or spectrograms (b n t) as vectors (b t m), and their positions (-1 for padding).
+    Positions of packed documents, which `mask` keeps apart, begin anew with each."""
+    if not isinstance(part, TokenEmbedding):
         x = part(ids)
         return x, Span.run(0, x.shape[1], x.device)
     base.check_ids(ids, part.config.vocab, name)
@@ -44,12 +47,24 @@ class TransformerConfig:
     """Decoder-only (tower.causal) or encoder-only, on tokens or image patches. With `tower.cross` it attends to a
     memory too: features (b s m) of whatever made them, which are given with each call."""
 
-    embedding: Tokens | Patches  # what is read: tokens or patches
+    embedding: Tokens | Patches | Sound  # what is read: tokens, patches or sound
     tower: Tower  # the blocks
-    head: LM | MLM | Classify | Tag | Answer | None = None  # what is predicted; none: hidden states
-    pooler: str | None = None  # activation of a dense layer on the first token (BERT's)
+    # what is predicted; none: hidden states
+    head: LM | MLM | Classify | Tag | Answer | Project | None = None
+    # how a row becomes one vector; a word: the activation of a dense layer on the first token (BERT's)
+    pooler: str | Pool | AttentionPool | None = None
     max_len: Count | None = None  # the longest input
     kind: str = "transformer"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.head, Project) and self.pooler is None:
+            raise UsageError("a head of kind project reads the pooled vector; give a pooler too")
+        vocab = getattr(self.embedding, "vocab", None)
+        tables = [getattr(ffn, "hashed", 0) for ffn in self.tower.each("ffn")]
+        tables += [self.tower.per_layer.vocab] if self.tower.per_layer else []
+        for rows in (rows for rows in tables if rows and (vocab is None or rows < vocab)):
+            why = f"a part of the tower has a table of {rows} rows, but ids below {vocab} are read"
+            raise UsageError(f"{why}; give as many (tower.per_layer.vocab, tower.ffn.hashed)")
 
     def make(self) -> Transformer:
         return Transformer(self)
@@ -63,22 +78,28 @@ class Transformer(Model):
 
     def __init__(self, config: TransformerConfig):
         super().__init__(config)
-        c, dim = config, config.tower.dim
-        self.embedding = c.embedding.make(dim)
+        c, dim = config, config.tower.outputs
+        self.embedding = c.embedding.make(c.tower.dim)
         self.tower = Stack(c.tower)
-        self.pooler = nn.Linear(dim, dim) if c.pooler else None
+        self.pooler: nn.Module | None = None
+        if c.pooler is not None:
+            part = c.pooler
+            self.pooler = nn.Linear(dim, dim) if isinstance(part, str) else part.make(dim)
         words = c.embedding if isinstance(c.embedding, Tokens) else None
         vocab, width = (words.vocab, words.width) if words else (0, None)
         self.head = make_head(c.head, dim, vocab, width) if c.head else None
 
     def forward(self, ids: Tensor, lengths: Lengths = None, **options: Any) -> Tensor:
         """ids (b t) or images (b c h w) -> what the head gives: (b t V), (b labels), (b t labels), or hidden states.
-        Of an image a Tag head labels the patches alone. The options are those of `hidden`."""
+        Of an image a Tag head labels the patches alone; a projection reads the pooled vector (b m). The options are
+        those of `hidden`."""
         h, head = self.hidden(ids, lengths, **options), self.config.head
         if isinstance(head, Classify) and head.token == "last":
             h = base.last_real(h, lengths)[:, None]  # b 1 m
         if isinstance(head, Classify) and head.token == "mean":
             h = mean_real(h, lengths)[:, None]
+        if isinstance(head, Project):
+            h = self.pooled(h, ids, lengths)
         if isinstance(head, Tag) and isinstance(self.embedding, PatchEmbedding):
             h = h[:, self.embedding.config.extra :]
         return self.logits(h)
@@ -92,15 +113,15 @@ class Transformer(Model):
         (b s m), of which `memory_lengths` are real, is what `tower.cross` attends to."""
         c = self.config
         check_backend(backend)
-        images = isinstance(self.embedding, PatchEmbedding)
-        if images and not (lengths is None and types is None and cache is None):
+        other = not isinstance(self.embedding, TokenEmbedding)
+        if other and not (lengths is None and types is None and cache is None):
             raise UsageError("an image has no lengths, types or cache; call model(images)")
         if cache is not None and not self.decodes:
             why = "sees both ways" if c.tower.cross is None else "reads a memory, which is not kept"
             raise UsageError(f"this model {why}: it cannot run with a cache; leave it out")
         x, pos = embed(self.embedding, ids, lengths, c.max_len, types=types, cache=cache, mask=mask)
         probe = self.probe_of(ids, probe)
-        ctx = Context(pos, mask or c.tower.mask, probe=probe, backend=backend)
+        ctx = Context(pos, mask or c.tower.mask, ids=ids, probe=probe, backend=backend)
         cross = self._crossed(ctx, x, memory, memory_lengths)
         return self.tower(x, ctx, cross, caches=(cache, None))
 
@@ -121,12 +142,33 @@ class Transformer(Model):
         pos = positions(memory, lengths, None)
         return replace(ctx, mask=Full(), memory=memory.to(x.dtype), memory_pos=pos, memo={})
 
-    def pool(self, ids: Tensor, lengths: Lengths = None, *, types: Tensor | None = None) -> Tensor:
-        """One vector per row (b m): the pooler's, or the mean of the real tokens where the model has none."""
-        h = self.hidden(ids, lengths, types=types)
-        if self.pooler is not None:
+    def pool(self, ids: Tensor, lengths: Lengths = None, **options: Any) -> Tensor:
+        """One vector per row (b m): the pooler's, projected where the head is a projection, or the mean of the real
+        tokens where the model has none. The options are those of `hidden`."""
+        ids, lengths = self._filled(ids, lengths)
+        h = self.pooled(self.hidden(ids, lengths, **options), ids, lengths)
+        return self.head(h) if isinstance(self.head, Projection) else h
+
+    def _filled(self, ids: Tensor, lengths: Lengths) -> tuple[Tensor, Lengths]:
+        """Texts as long as the model reads, where its pooler says with what they are filled up."""
+        c = self.config
+        fill = c.pooler.fill if isinstance(c.pooler, Pool) else None
+        if fill is None or c.max_len is None or ids.shape[1] > c.max_len:
+            return ids, lengths
+        whole = F.pad(ids, (0, c.max_len - ids.shape[1]), value=fill)
+        if lengths is not None:
+            n = torch.as_tensor(lengths, device=ids.device)[:, None]
+            text = torch.arange(c.max_len, device=ids.device)[None] < n
+            whole = torch.where(text, whole, fill)
+        return whole, None
+
+    def pooled(self, h: Tensor, ids: Tensor, lengths: Lengths) -> Tensor:
+        """One vector (b m) of each row's states."""
+        if self.pooler is None:
+            return mean_real(h, lengths)
+        if isinstance(self.config.pooler, str):
             return activation(self.config.pooler)(self.pooler(h[:, 0]))
-        return mean_real(h, lengths)
+        return self.pooler(h, ids, lengths)
 
     @property
     def decodes(self) -> bool:
@@ -144,9 +186,9 @@ def mean_real(h: Tensor, lengths: Lengths) -> Tensor:
 
 @settings
 class EncoderDecoderConfig:
-    """An encoder reads the source (tokens or an image), a causal decoder attends to it and writes the target."""
+    """An encoder reads the source (tokens, an image, sound), a causal decoder attends to it and writes the target."""
 
-    source: Tokens | Patches  # what the encoder reads
+    source: Tokens | Patches | Sound  # what the encoder reads
     encoder: Tower  # its blocks
     target: Tokens  # what the decoder reads
     decoder: Tower  # its blocks, causal and with cross
@@ -156,13 +198,18 @@ class EncoderDecoderConfig:
     kind: str = "encoder_decoder"
 
     def __post_init__(self) -> None:
+        if self.encoder.reads_ids or self.decoder.reads_ids:
+            raise UsageError("per_layer and ffn.hashed are for a model of one tower")
+        if self.encoder.out_dim or self.decoder.out_dim:
+            raise UsageError("out_dim is for a model of one tower")
         if self.encoder.causal or not self.decoder.causal or self.decoder.cross is None:
             raise UsageError("encoder.causal must be false, decoder's true, decoder.cross given")
         if not isinstance(self.target, Tokens):
             why = "a decoder writes tokens, and target is none; give Tokens(vocab)"
             raise UsageError(f"{why}: a picture's pixels or codes as tokens, its patches as source")
-        if self.shared and isinstance(self.source, Patches):
-            raise UsageError("an image and a text cannot share an embedding; set shared=False")
+        if self.shared and not isinstance(self.source, Tokens):
+            what = "sound" if isinstance(self.source, Sound) else "an image"
+            raise UsageError(f"{what} and a text cannot share an embedding; set shared=False")
         both = getattr(self.source, "vocab", None), self.target.vocab
         if self.shared and both[0] != both[1]:
             raise UsageError(
@@ -174,7 +221,7 @@ class EncoderDecoderConfig:
 
 
 class EncoderDecoder(Model):
-    """The 2017 Transformer, T5, BART, Marian, captioners."""
+    """The 2017 Transformer, T5, BART, Marian, captioners, Whisper."""
 
     reads_source = True
     towers: ClassVar[dict[str, str]] = {"encoder": "source", "decoder": "target"}
@@ -195,7 +242,7 @@ class EncoderDecoder(Model):
     def encode(
         self, source: Tensor, lengths: Lengths = None, *, probe: Any = None, backend: str = "sdpa"
     ) -> tuple[Tensor, Span]:
-        """source ids (b s) or images -> memory (b s m) and its positions (-1 for padding)."""
+        """source ids (b s), images or spectrograms -> memory (b s m) and its positions (-1 for padding)."""
         c, probe = self.config, self.probe_of(source, probe)
         x, pos = embed(self.source, source, lengths, c.max_len, name="source")
         ctx = Context(pos, c.encoder.mask, probe=probe, backend=backend, site="encoder.")

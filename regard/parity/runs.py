@@ -18,7 +18,7 @@ from regard.cache import Cache
 from regard.errors import UsageError
 from regard.fast.cpu import prepare
 from regard.fast.watch import Form, watch
-from regard.models import Model, Painter
+from regard.models import Model, Painter, Pair
 from regard.models.base import border
 from regard.models.inputs import random_inputs
 from regard.parity.graph import GraphRun, why_unseen
@@ -108,6 +108,11 @@ def sample(model: Model, *, rows: int = 3, tokens: int = 16, seed: int = 0) -> G
     if isinstance(model, Painter):
         why = "this model draws pictures of texts, and parity compares token by token"
         raise UsageError(f"{why}; compare its pictures: regard.prepare(model)(ids) with model(ids)")
+    if isinstance(model, Pair):
+        why = "this model reads texts and images, and parity compares token by token"
+        raise UsageError(
+            f"{why}; look at its parts: regard.parity(model.text), parity(model.image)"
+        )
     if rows < 2:
         raise UsageError(f"rows={rows}: to compare a batch with single rows takes at least 2")
     if tokens < LEAST:

@@ -307,8 +307,7 @@ def trace_of(model: Model, given: Given, dtype: torch.dtype) -> Trace:
     def size(x: Tensor | None, part: str) -> int:
         if x is None or x.dim() == 2:
             return 0 if x is None else x.shape[1]
-        patches = getattr(model.config, part)
-        return patches.count + patches.extra
+        return getattr(model.config, part).tokens
 
     positions = size(given.ids, "embedding")
     return Trace(given, (len(given.ids), positions), size(given.source, "source"), dtype)

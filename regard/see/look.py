@@ -26,7 +26,7 @@ from regard.checkpoint import load
 from regard.data.pictures import Pictures, load_arrays
 from regard.decode.generate import GREEDY, default_length, generate, special_of, tokenizer_of
 from regard.errors import DATA, UsageError, blaming
-from regard.models import Canvas, PainterConfig, Patches
+from regard.models import Canvas, PainterConfig, PairConfig, Patches, Sound
 from regard.models.embedding import context
 from regard.see.heads import Head, Pair, Read, measured
 from regard.see.probe import Probe, number_of
@@ -223,6 +223,8 @@ def panel(
     tower: Any = getattr(model.config, "tower", None)
     remembers = tower is not None and tower.cross is not None
     wrong = (
+        (isinstance(first, Sound), f"{name} reads sound; looks are into texts and pictures"),
+        (isinstance(model.config, PairConfig), f"{name} is a pair of models; look at one of them"),
         (remembers and not memory, f"{name} attends to a memory; give one: --memory FILE.npy"),
         (memory and not remembers, f"{name} has no memory to attend to; leave --memory out"),
         (target is not None and not model.reads_source, f"{aligns}; leave --target out"),

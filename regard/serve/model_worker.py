@@ -38,11 +38,12 @@ from regard.decode.engine import Engine
 from regard.decode.generate import special_of
 from regard.decode.settings import Event, Request, Result, Tops
 from regard.errors import VERSION, UsageError, nearest
-from regard.evaluation.model import Opened, loaded, patches_of
+from regard.evaluation.model import Opened, loaded, reads_text
 from regard.fast.invariant import invariant as steady
 from regard.files import resolve_model
 from regard.layers import LM, MLM, Classify
 from regard.machine import pick_device, trim
+from regard.models import Pair
 from regard.serve.edge import LOG, Bound, Guard, HTTPError, HTTPRequest, Limits, Metrics, late
 from regard.serve.sandbox import About
 from regard.serve.schemas import refused
@@ -620,11 +621,12 @@ def serves(worker: ModelWorker) -> list[str]:
     """What a model can be asked for."""
     head = getattr(worker.model.config, "head", None)
     kinds = []
-    if worker.engine is not None and not (worker.model.reads_source and patches_of(worker.model)):
+    if worker.engine is not None and (not worker.model.reads_source or reads_text(worker.model)):
         chats = ["chat", "responses"] if worker.tokenizer and worker.tokenizer.templates else []
         kinds += ["completions", *chats]
         kinds += ["translations"] if worker.model.reads_source else []
     kinds += ["classify"] if isinstance(head, Classify) else []
     kinds += ["fill"] if isinstance(head, MLM) else []
-    reads = worker.tokenizer is not None and patches_of(worker.model) is None
-    return [*kinds, "embeddings", "look"] if reads else kinds
+    if worker.tokenizer is None or not reads_text(worker.model):
+        return kinds
+    return [*kinds, "embeddings", *([] if isinstance(worker.model, Pair) else ["look"])]

@@ -32,7 +32,7 @@ from regard.errors import DATA, Fault, UsageError, blaming, notice
 from regard.fast import train as fast
 from regard.files import TRAINED, read_files
 from regard.layers import LM, MLM, Classify, Tag
-from regard.models import Painter, Patches
+from regard.models import Painter, Pair, Patches, Sound
 from regard.models.adapt import class_names, labels, with_head, with_labels, without_dropout
 from regard.presets import PRESETS, build
 from regard.text import CHATML, Tokenizer, needed, special_ids
@@ -406,6 +406,10 @@ def kind_of(model: Any) -> str:
     reads = [getattr(model.config, name) for name in model.towers.values()]
     if reads and isinstance(reads[0], Patches):
         return "captioner" if model.reads_source else "model of pictures"
+    if reads and isinstance(reads[0], Sound):
+        return "model of sound"
+    if isinstance(model, Pair):
+        return "pair of models"
     if isinstance(model, Painter):
         return "painter"
     if model.reads_source:

@@ -285,7 +285,7 @@ def _inputs(model: Any, run: Pass) -> tuple[Tensor, dict[str, Any]]:
 
     def read(embedding: Any, length: int) -> Tensor:
         if isinstance(embedding, Patches):
-            return torch.zeros(run.rows, embedding.channels, embedding.size, embedding.size)
+            return torch.zeros(run.rows, *embedding.shape)
         most = None if embedding is None else context(model.config.max_len, embedding)
         return torch.zeros(run.rows, min(length, most or length), dtype=torch.long)
 

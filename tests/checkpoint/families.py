@@ -325,17 +325,26 @@ class Peer:
 def batch(config: Any, seed: int = 1) -> dict[str, Tensor]:
     """A ragged, right-padded batch in our words: what to give `model(**batch)`."""
     g = torch.Generator().manual_seed(seed)
+    if hasattr(config, "vision_config"):
+        images = batch(config.vision_config, seed)["ids"]
+        return {**batch(config.text_config, seed), "images": images}
     if hasattr(config, "image_size"):
         size = (2, config.num_channels, config.image_size, config.image_size)
         return {"ids": torch.randn(size, generator=g)}
     vocab = getattr(config, "decoder_vocab_size", None) or config.vocab_size
     words = torch.randint(3, min(vocab, 43), (3, 11), generator=g)
     lengths = torch.tensor([11, 4, 7])
+    # SigLIP's texts are filled up: padding is text.
+    if hasattr(config, "projection_size"):
+        return {"ids": words}
     if not config.is_encoder_decoder:
         # RoBERTa counts positions by the padding id, a decoder's label is read before it
-        if config.pad_token_id is not None:
+        if getattr(config, "pad_token_id", None) is not None:
             words = torch.where(real(lengths, 11), words, config.pad_token_id)
         return {"ids": words, "lengths": lengths}
+    if hasattr(config, "num_mel_bins"):
+        size = (3, config.num_mel_bins, 2 * config.max_source_positions)
+        return {"ids": words, "lengths": lengths, "source": torch.randn(size, generator=g)}
     source = torch.randint(3, 43, (3, 9), generator=g)
     source_lengths = torch.tensor([5, 9, 3])
     return {"ids": words, "lengths": lengths, "source": source, "source_lengths": source_lengths}
@@ -349,8 +358,17 @@ def real(lengths: Tensor, size: int) -> Tensor:
 def theirs(model: Any, given: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
     """What transformers answers to our batch: the head's output (or hidden states), and the pooled vector."""
     words = given["ids"]
-    if "lengths" not in given:
+    if "images" in given or (words.dim() == 2 and "lengths" not in given):
+        mask = real(given["lengths"], 11).long() if "lengths" in given else None
+        out = model(**pictures(given), input_ids=words, attention_mask=mask)
+    elif "lengths" not in given:
         out = model(pixel_values=words)
+    elif "source" in given and given["source"].is_floating_point():
+        out = model(
+            input_features=given["source"],
+            decoder_input_ids=words,
+            decoder_attention_mask=real(given["lengths"], 11).long(),
+        )
     elif "source" in given:
         out = model(
             input_ids=given["source"],
@@ -365,8 +383,13 @@ def theirs(model: Any, given: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]
     elif hasattr(out, "prediction_logits"):
         answer = out.prediction_logits
     else:
-        answer = out.logits if hasattr(out, "logits") else out.last_hidden_state
+        names = ("logits", "logits_per_image", "text_embeds", "image_embeds", "last_hidden_state")
+        answer = next(getattr(out, name) for name in names if hasattr(out, name))
     return answer, getattr(out, "pooler_output", None)
+
+
+def pictures(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"pixel_values": given["images"]} if "images" in given else {}
 
 
 def at_tokens(answer: Tensor, given: dict[str, Tensor]) -> Tensor:

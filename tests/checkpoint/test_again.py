@@ -171,5 +171,5 @@ def test_groups_that_are_null_are_one() -> None:
 
 
 def test_share_of_rope_is_written_where_it_is_not_all() -> None:
-    assert "partial_rotary_factor" not in rules._rope_words(to_dict(Rope()))
-    assert rules._rope_words(to_dict(Rope(partial=0.5)))["partial_rotary_factor"] == 0.5
+    assert "partial_rotary_factor" not in rules.rope_words(to_dict(Rope()))
+    assert rules.rope_words(to_dict(Rope(partial=0.5)))["partial_rotary_factor"] == 0.5

@@ -10,8 +10,8 @@ import torch
 
 import regard
 from regard.checkpoint import store
-from regard.checkpoint.families import FAMILIES
-from regard.checkpoint.hf import STARTS, read
+from regard.checkpoint.families import FAMILIES, INERT
+from regard.checkpoint.hf import STARTS, _unknown_family, read
 from regard.errors import UsageError
 from tests.checkpoint.families import ONE_PER_FAMILY, Peer
 from tests.checkpoint.spoil import SIZES, configure, refused
@@ -25,13 +25,31 @@ def test_missing_key_is_named(key: str, folder: Path) -> None:
     refused(configure(folder, drop=key), f"{key} is missing", "gpt2")
 
 
-def test_unknown_model_type_lists_the_known(folder: Path) -> None:
-    refused(configure(folder, model_type="mamba"), "'mamba'", *FAMILIES, "regard")
+def test_unknown_model_type_names_the_nearest_family_and_what_it_lacks(folder: Path) -> None:
+    text = refused(
+        configure(folder, model_type="gpt9", state_size=16), "'gpt9', which is not known"
+    )
+    assert text.endswith("the nearest family is gpt2, which has no word for: state_size")
+
+
+def test_nearest_family_knows_most_keys_then_has_the_nearest_name() -> None:
+    """Many kinds of Llama know the same keys."""
+    keys = dict.fromkeys(FAMILIES["llama"].keys & FAMILIES["mistral"].keys - INERT)
+    for name in ("mistral_two", "llama9"):
+        text = str(_unknown_family({"model_type": name, **keys}))
+        assert f"the nearest family is {name[:5]}" in text
+        assert text.endswith("has a word for each of its keys: write that model_type if it is one")
+    text = str(
+        _unknown_family({"model_type": "llama9", **keys, "kv_lora_rank": 1, "q_lora_rank": 2})
+    )
+    assert "the nearest family is deepseek_v" in text
+    many = {f"key{i}": i for i in range(23)}
+    assert str(_unknown_family(many)).endswith("key18, key19 and 3 more")
 
 
 @pytest.mark.parametrize("kind", [None, 5, [], {}, ""])
-def test_model_type_that_is_none_lists_the_known(kind: object, folder: Path) -> None:
-    refused(configure(folder, model_type=kind), "model_type", *FAMILIES)
+def test_model_type_that_is_none_names_the_nearest_family(kind: object, folder: Path) -> None:
+    refused(configure(folder, model_type=kind), "model_type", "the nearest family is gpt2")
 
 
 def test_unknown_architecture_lists_those_of_the_family(folder: Path) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 import regard
 from regard.checkpoint.families import FAMILIES
 from regard.checkpoint.hf import plan
+from regard.checkpoint.rules import Fixed
 from regard.layers import Answer, Classify, Tag
 from regard.models.adapt import with_head
 from regard.models.init import initialize
@@ -99,7 +100,8 @@ def census(run: Callable[[], Any]) -> Counter[tuple[float, int]]:
 
     def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if training and p:
-            seen[p, 0 if x.dim() == 4 else x.numel()] += 1
+            weights = x.dim() == 4 or x.shape[-1] == x.shape[-2:][0]
+            seen[p, 0 if weights else x.numel()] += 1
         return x
 
     with patch.object(F, "dropout", dropout):
@@ -107,10 +109,15 @@ def census(run: Callable[[], Any]) -> Counter[tuple[float, int]]:
     return seen
 
 
+# Of Falcon 0 alone is read, as transformers drops its parts by one draw; MPT's is a whole number.
+STILL = ("falcon", "mpt")
+
+
 def rates(config: Any) -> dict[str, float]:
     """A rate of its own for each of a config's dropouts."""
-    known = FAMILIES[config.model_type].keys
-    names = [n for n in sorted(known | config.to_dict().keys()) if "drop" in n]
+    family = FAMILIES[config.model_type]
+    names = [n for n in sorted(family.keys | config.to_dict().keys()) if "drop" in n]
+    names = [n for n in names if not isinstance(family.config.get(n), Fixed)]
     return {n: round(0.11 + 0.01 * i, 2) for i, n in enumerate(names) if "layerdrop" not in n}
 
 
@@ -121,13 +128,16 @@ def test_dropouts_in_training_are_theirs(architecture: str, said: bool) -> None:
     case, cls = ARCHITECTURES[architecture], getattr(transformers, architecture)
     settings = {**copy.deepcopy(case.settings), "attn_implementation": "eager"}
     settings |= rates(cls.config_class()) if said else {}
+    for part in ("text_config", "vision_config"):
+        if said and part in settings:
+            settings[part] |= rates(cls.config_class.sub_configs[part]())
     module = cls(cls.config_class(**settings)).train()
     model, given = regard.from_hf(module).train(), batch(module.config)
     wanted = census(lambda: theirs(module, given))
     assert census(lambda: model(**given, backend="reference")) == wanted
-    if said:
-        # Mamba has none.
-        assert wanted or architecture.startswith("Mamba")
+    # Ernie 4.5 and Mamba have none.
+    if said and rates(cls.config_class()) and module.config.model_type not in STILL:
+        assert wanted
 
 
 @pytest.mark.parametrize("drop, kept", [(0.0, 2), (0.999, 0)])
@@ -241,11 +251,12 @@ def test_bfloat16_is_no_further_from_float64_than_theirs(architecture: str, peer
     batches = [batch(module.config, seed) for seed in range(48 if exact(**first).dim() == 2 else 3)]
     # Beside one another: one call of each model.
     given = {key: torch.cat([x[key] for x in batches]) for key in first}
-    if given["ids"].is_floating_point():
-        given["ids"] = given["ids"].bfloat16()
+    given = {key: x.bfloat16() if x.is_floating_point() else x for key, x in given.items()}
     wanted = at_tokens(exact(**given), given)
     answers = (ours(**given), theirs(module, given)[0])
     off = [(at_tokens(answer, given) - wanted).square().mean(-1) for answer in answers]
-    typical = torch.median if hasattr(module.config, "num_experts_per_tok") else torch.mean
+    counts = ("num_experts_per_tok", "top_k_experts")
+    routed = any(getattr(module.config, key, None) is not None for key in counts)
+    typical = torch.median if routed else torch.mean
     mine, their = (typical(errors.flatten()).sqrt() for errors in off)
     assert mine <= 1.25 * their

@@ -166,7 +166,9 @@ def test_hf_half_precision_folder_keeps_its_type(
     written = json.loads((tmp_path / "ours" / "config.json").read_text())["dtype"]
     assert written == str(dtype).removeprefix("torch.")
     kept = regard.load(tmp_path / "theirs", dtype="stored")
-    assert {p.dtype for p in kept.parameters()} == {dtype}
+    # Numbers of experts are stored as whole ones, and held in float32.
+    held = [p for n, p in kept.named_parameters() if not n.endswith("ffn.table")]
+    assert {p.dtype for p in held} == {dtype}
     # One weight that is no number of that type, and all are saved as they are.
     next(iter(model.parameters())).data.flatten()[0] += 2**-20
     again = regard.load(model.save(tmp_path / "changed"), dtype="stored")

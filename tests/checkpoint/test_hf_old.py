@@ -90,7 +90,9 @@ def test_null_and_switch_mean_what_transformers_means(name: str, peer: Peers) ->
     for key in sorted(family.keys - told):
         for value in (None, True, False) if isinstance(said.get(key), bool | None) else (None,):
             try:
-                config = type(model.config)(**copy.deepcopy(said | {key: value}))
+                # Gemma 2's, which only their plain attention computes as it should.
+                how = {"attn_implementation": model.config._attn_implementation}
+                config = type(model.config)(**copy.deepcopy(said | {key: value}), **how)
                 changed = type(model)(config).eval()
                 changed.load_state_dict(model.state_dict())
                 theirs(changed, batch(config))

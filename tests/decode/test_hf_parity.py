@@ -17,7 +17,7 @@ from tests.wide import crossed, wide
 
 FAMILIES = [
     "gpt2", "llama-mqa", "mistral", "mixtral", "qwen2", "qwen3", "deepseek-v2", "deepseek-v3",
-    "deepseek-v32-sparse", "t5", "bart", "marian",
+    "deepseek-v32-sparse", "t5", "bart", "marian", "mbart", "m2m-100",
 ]  # fmt: skip
 NEW = 9
 EARLY = {"first": True, "heuristic": False, "never": "never"}

@@ -8,12 +8,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from regard.attention import DSA, GQA, MLA, SSD, Attention, Context, DeltaRule
-from regard.block import Tower
+from regard.attention import DSA, GQA, MLA, SSD, Attention, Compressed, Context, DeltaRule
+from regard.block import PerLayer, Streams, Tower
 from regard.layers import LM, MLP, Norm
 from regard.mask import Causal, Mask, Span
 from regard.models import Tokens, Transformer, TransformerConfig
-from regard.position import Alibi, LongRope, Rope, Sinusoidal, T5Bias
+from regard.position import Alibi, LongRope, Proportional, Rope, Sinusoidal, T5Bias
 
 DIM, VOCAB = 24, 19
 TIGHT = {
@@ -21,8 +21,10 @@ TIGHT = {
     "atol": 1e-10,
 }  # float64 rounding after a few layers; a wrong formula is far off
 
+_TURNS = Rope(layout="interleaved")
 _LATENT = MLA(heads=3, latent=10, head_dim=6, rope_dim=4, rope=Rope(layout="interleaved"))
 _GROUPED = GQA(heads=6, kv_heads=2, head_dim=8, rope=Rope())
+_SOME = Rope(scaling=Proportional(share=0.4, factor=1.5))
 _LONG = LongRope(short=(1.0, 1.5), long=(2.0, 3.0), original_len=64, factor=4.0)
 
 MECHANISMS: dict[str, Attention] = {
@@ -37,6 +39,7 @@ MECHANISMS: dict[str, Attention] = {
     "qk_norm": GQA(heads=3, qk_norm=1e-6, rope=Rope(), head_dim=6, scale=0.7),
     "qk_norm_whole": GQA(heads=6, kv_heads=2, head_dim=4, qk_norm=1e-6, qk_norm_whole=True),
     "qk_norm_plus_one": GQA(heads=3, qk_norm=1e-6, qk_norm_plus_one=True, rope=Rope(), head_dim=6),
+    "value_is_key": GQA(4, 2, head_dim=6, value_is_key=True, qk_norm=1e-6, v_norm=1e-6, rope=_SOME),
     "longrope": GQA(heads=3, head_dim=8, rope=Rope(partial=0.5, scaling=_LONG, wide=True)),
     "mla": _LATENT,
     "mla_query_latent": MLA(3, latent=10, head_dim=6, rope_dim=4, query_latent=7, rope=Rope()),
@@ -52,6 +55,23 @@ MECHANISMS: dict[str, Attention] = {
     "dsa_gated": DSA(GQA(4, 2, gated=True, rope=Rope()), 2, 8, 3, rope_dim=2),
     "dsa_fp8": DSA(_LATENT, 2, 16, topk=3, rope_dim=4, hadamard=True, precision="fp8"),
     "dsa_hadamard": DSA(_GROUPED, 2, 8, topk=3, rope_dim=2, hadamard=True),
+    "compressed": Compressed(3, 8, 5, local=3, rope=_TURNS, rope_dim=4, groups=2, rank=5, rate=3),
+    "compressed_sparse": Compressed(
+        4,
+        6,
+        7,
+        2,
+        _TURNS,
+        4,
+        groups=4,
+        rank=3,
+        rate=2,
+        overlap=True,
+        topk=2,
+        index_heads=7,
+        index_dim=6,
+    ),
+    "compressed_near": Compressed(2, 6, 7, local=4, rope=Rope(), rope_dim=2, rank=4),
     # Norms with a large eps: where a query meets no key, a small one divides by nearly 0, so that rounding the weights
     # alone to 8 bits turns gradients by half their size.
     "delta": DeltaRule(key_heads=3, key_dim=9, value_dim=5, eps=0.3),
@@ -71,6 +91,7 @@ STATES = [name for name, config in MECHANISMS.items() if isinstance(config, (Del
 TOWERS: dict[str, dict] = {name: {"attention": a} for name, a in MECHANISMS.items()} | {
     "gqa_t5": {"attention": GQA(4, 2), "relative": T5Bias(4, 8, 16, causal=True)},
     "mqa_alibi": {"attention": GQA(6, 1), "relative": Alibi(6)},
+    "alibi_coarse": {"attention": GQA(12, 1), "relative": Alibi(12, scale=0.7, coarse=True)},
     "mla_alibi": {"attention": MECHANISMS["mla"], "relative": Alibi(3)},
     "dsa_t5": {"attention": MECHANISMS["dsa_mla"], "relative": T5Bias(3, 8, 16, causal=True)},
     "dsa_alibi": {"attention": MECHANISMS["dsa_gqa"], "relative": Alibi(6)},
@@ -86,8 +107,12 @@ TOWERS: dict[str, dict] = {name: {"attention": a} for name, a in MECHANISMS.item
     },
     "delta_gqa": {"attention": (MECHANISMS["delta_grouped"], MECHANISMS["gqa_rope"])},
     "one_block": {"attention": MECHANISMS["gqa_rope"], "blocks": (0, 0)},
+    "borrowing": {"attention": _GROUPED, "borrowing": 1},
+    "streams": {"attention": _GROUPED, "streams": Streams(3, rounds=4)},
+    "per_layer": {"attention": _GROUPED, "per_layer": PerLayer(5, VOCAB)},
     "no_first_norm": {"attention": MECHANISMS["mha"], "first_norm": False},
     "norms_plus_one": {"attention": _GROUPED, "norm": Norm(1e-6, rms=True, plus_one=True)},
+    "one_norm": {"attention": _GROUPED, "norm": Norm(plus_one=True), "order": "shared"},
     "norms_no_bias": {"attention": _GROUPED, "norm": Norm(biased=False), "order": "sandwich"},
     "mixed": {"attention": (MECHANISMS["window"], MECHANISMS["dsa_mla"])},
 }

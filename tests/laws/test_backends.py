@@ -33,7 +33,7 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("untraced")
 @torch.no_grad()
 def test_backend_equals_reference_for_every_mechanism(name: str, backend: str) -> None:
-    each = isinstance(TOWERS[name]["attention"], tuple)
+    each = isinstance(TOWERS[name]["attention"], tuple) or "borrowing" in TOWERS[name]
     model, x = decoder(name, layers=2 if each else 1), ids(3, 9)
     for lengths in (None, [9, 4, 6]):
         want = model(x, lengths, backend="reference")

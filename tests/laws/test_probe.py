@@ -53,8 +53,8 @@ def test_probe_rows_sum_to_one_and_hidden_keys_have_none(name: str) -> None:
         assert weights.shape[2:] == (8, 8) and (weights >= 0).all()
         total = weights.sum(-1)
         assert (weights.triu(1) == 0).all() and (total[1, :, 5:] == 0).all()
-        if "sinks" in name:
-            assert (total[0] < 1).all()  # the rest went to the sink
+        if "sinks" in name or "compressed" in name:
+            assert (total[0] < 1).all()  # the rest went to the sink, or to entries of many tokens
         else:
             torch.testing.assert_close(total[0], torch.ones_like(total[0]))
 

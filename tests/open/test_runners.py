@@ -23,10 +23,13 @@ PROMPTS = [[5, 9, 2, 7], [3, 3, 8, 1, 4, 6, 2, 9, 9], [11]]
 
 
 def build(**changes: Any) -> Any:
+    return stirred("llama", vocab=60, layers=2, dim=64, heads=4, kv_heads=2, max_len=128, **changes)
+
+
+def stirred(preset: str, **changes: Any) -> Any:
+    """Weights large enough that a mistake shows."""
     torch.manual_seed(0)
-    model = regard.build(
-        "llama", vocab=60, layers=2, dim=64, heads=4, kv_heads=2, max_len=128, **changes
-    )
+    model = regard.build(preset, **changes)
     for p in model.parameters():
         p.data.mul_(2.0 if p.dim() > 1 else 1.0)
     return model.eval()
@@ -156,3 +159,35 @@ def test_an_added_runner_serves_what_it_takes(runner: str) -> None:
     Counting.steps = 0
     assert answers(engine) == want
     assert Counting.steps >= 5 and engine.explain().startswith("runner greedy")
+
+
+@pytest.mark.parametrize("runner", ["torch", "native", "graph"])
+def test_bias_by_more_than_distance_is_that_of_the_plain_model(runner: str) -> None:
+    """Kernels are given a bias by distance; where it is rounded by the key's position they are not asked."""
+    parts = {"attention": regard.GQA(16, 4), "relative": regard.Alibi(16, 6.0, coarse=True)}
+    model = stirred("llama", vocab=60, layers=2, dim=64, max_len=128, **parts)
+    prompt = torch.randint(3, 60, (100,), generator=torch.Generator().manual_seed(0)).tolist()
+    prepared = regard.prepare(model) if runner == "native" else model
+    engine = Engine(prepared, runner="graph" if runner == "graph" else "torch")
+    engine.submit(Request(prompt, Settings(max_new_tokens=8, eos=())))
+    (done,) = [event.done for event in engine.run() if event.done is not None]
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(8):
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    assert done[0].ids == ids[100:]
+
+
+@torch.inference_mode()
+def test_layer_behind_the_tower_is_that_of_every_runner() -> None:
+    """A narrow table of words, a wide tower, and a narrow answer of it, step by step; a graph says that it has none."""
+    sizes = {"layers": 2, "dim": 64, "heads": 4, "ffn_dim": 48, "max_len": 64}
+    model = stirred("opt-350m", vocab=60, width=24, out_dim=24, **sizes)
+    assert model.config.embedding.widened_first and model.tower.out.bias is None
+    ids = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
+    for fast in (model, regard.prepare(model)):
+        cache = fast.cache(2)
+        steps = torch.cat([fast(part, cache=cache) for part in ids.split([3] + [1] * 6, 1)], 1)
+        torch.testing.assert_close(steps, model(ids), atol=1e-4, rtol=1e-4)
+    with pytest.raises(regard.UsageError, match="a layer behind its last norm"):
+        Engine(model, runner="graph")

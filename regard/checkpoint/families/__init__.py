@@ -22,24 +22,56 @@ Without a default a key is required. Keys that only make sense together are a `G
 or not, experts and windows by layer). Where layers differ, the blank lists one config per kind of layer, and `by_layer`
 (`sliding_layers`, `experts_by_layer`) says which layer is of which kind: "tower.attention.1.window" is a place in the
 second kind only, "tower.attention.heads" in all. An `Op` changes tensors on the way and may look at our config. `start`
-is how new weights are drawn. `regard.build`, `save` and the tests walk this table, and make a tiny case of every class
-in `heads` (tests/checkpoint/families.py).
+is how new weights are drawn. A `Multimodal` (multimodal.py) beside a family is a model_type whose language model is of
+that family: `GEMMA3_PICTURES = Multimodal("gemma3", "gemma3_text")`. `regard.build`, `save` and the tests walk this
+table, and make a tiny case of every class in `heads` (tests/checkpoint/families.py).
 """
 
 from __future__ import annotations
 
 from types import ModuleType
 
-from regard.checkpoint.families import encoders, gpt, hybrid, images, latent, llama, seq2seq
+from regard.checkpoint.families import (
+    dense,
+    encoders,
+    gemma4,
+    gpt,
+    hybrid,
+    images,
+    latent,
+    llama,
+    newest,
+    older,
+    seq2seq,
+    speech,
+)
+from regard.checkpoint.multimodal import Multimodal
 from regard.checkpoint.rules import Family
 
 # `save` tries them in this order for a model that came from no folder.
-_FILES: tuple[ModuleType, ...] = (gpt, llama, latent, hybrid, encoders, images, seq2seq)
+_FILES: tuple[ModuleType, ...] = (
+    gpt,
+    llama,
+    latent,
+    hybrid,
+    encoders,
+    images,
+    seq2seq,
+    dense,
+    older,
+    newest,
+    speech,
+    gemma4,
+)
 FAMILIES: dict[str, Family] = {
     family.name: family
     for file in _FILES
     for family in vars(file).values()
     if isinstance(family, Family)
+}
+# Folders whose language model is of one of them.
+MULTIMODAL: dict[str, Multimodal] = {
+    row.name: row for file in _FILES for row in vars(file).values() if isinstance(row, Multimodal)
 }
 
 # Keys of how texts are generated: decode/defaults.py reads them where no generation_config.json does.

@@ -100,11 +100,12 @@ def llama_like(
     layer: Weights = NORMS | ATTENTION | GATED,
     scaled: bool = False,
     tower: Data | None = None,
+    last_norm: str = "norm.weight",
     **more: Any,
 ) -> Family:
     """A family with Llama's frame. Where layers differ, `attention` or `ffn` lists one config for each kind. `keys`:
     what is not as in `frame` (None: no such key); `layer`: its tensors; `scaled`: of the embedding; `tower`: what else
-    is chosen."""
+    is chosen; `last_norm`: their tensors of the norm at the end."""
     kinds = next((len(part) for part in (attention, ffn) if isinstance(part, tuple)), 1)
     body = Tower(1, kinds, attention, ffn, **{"norm": Norm(1e-6, rms=True), **(tower or {})})
     config = {**frame, **(keys or {})}
@@ -112,7 +113,7 @@ def llama_like(
         name=name, base="model.", blank=TransformerConfig(Tokens(1, scaled=scaled), body, max_len=1),
         heads=heads, config={key: rule for key, rule in config.items() if rule is not None},
         tensors={
-            "embed_tokens.weight": "embedding.weight", "norm.weight": "tower.norm.weight",
+            "embed_tokens.weight": "embedding.weight", last_norm: f"tower.norm.{last_norm.rpartition('.')[2]}",
             "layers.{i}.": layer,
         },
         head_tensors=HEAD_TENSORS, derived=(r".*rotary_emb\.inv_freq",), **more,

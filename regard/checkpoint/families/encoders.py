@@ -123,6 +123,10 @@ ROBERTA = replace(
 XLM_ROBERTA = replace(
     ROBERTA, name="xlm-roberta", heads=encoder_heads("XLMRoberta", "tanh", twice=True)
 )
+CAMEMBERT = replace(
+    ROBERTA, name="camembert", heads=encoder_heads("Camembert", "tanh", twice=True),
+    presets={"camembert-base": sizes(32005, 768, 12, 12, 3072, 514, type_vocab_size=1, layer_norm_eps=1e-5)},
+)  # fmt: skip
 DISTILBERT = Family(
     name="distilbert", base="distilbert.",
     blank=TransformerConfig(

@@ -21,6 +21,7 @@ from regard.checkpoint.families.common import (
     sizes,
     sliding,
 )
+from regard.checkpoint.multimodal import Multimodal
 from regard.checkpoint.rules import ACTIVATIONS, Data, Key, Keys, fixed
 from regard.checkpoint.tensors import To
 from regard.layers import LM, MLP, Classify
@@ -48,6 +49,7 @@ MISTRAL = llama_like(
     keys=dict(num_key_value_heads=EIGHT_KV, sliding_window=Key("tower.attention.window", 4096, null=None)),
     presets={"mistral-7b": sizes(32000, 4096, 32, 32, 14336, 32768, rms_norm_eps=1e-5)},
 )  # fmt: skip
+MISTRAL3 = Multimodal("mistral3", "mistral", missing=dict(tie_word_embeddings=True))
 MIXTRAL = llama_like(
     "mixtral", decoder_heads("Mixtral"), replace(ROTARY, rope=Rope(1e6)), MoE(1, 1, 1),
     keys=dict(
@@ -116,9 +118,7 @@ GEMMA3 = llama_like(
         hidden_act=None, rms_norm_eps=Key("tower.norm.eps tower.attention.qk_norm", 1e-6),
         tie_word_embeddings=Key("head.tied", True), num_key_value_heads=Key("tower.attention.kv_heads", 4),
         head_dim=Key("tower.attention.head_dim", 256),
-        query_pre_attn_scalar=Key(
-            "tower.attention.scale", 256, (lambda n: n**-0.5, lambda scale: round(scale**-2)),
-        ),
+        query_pre_attn_scalar=Key("tower.attention.scale", 256, rules.ROOT),
         attention_bias=BIASED,
         hidden_activation=Key("tower.ffn.activation", "gelu_pytorch_tanh", ACTIVATIONS),
         rope_parameters=rules.ropes_by_layer(("rope_theta", 1e6), ("rope_local_base_freq", 1e4)),
@@ -136,6 +136,10 @@ GEMMA3 = llama_like(
     presets={
         "gemma-3-1b": sizes(262144, 1152, 26, 4, 6912, 32768, num_key_value_heads=1, sliding_window=512),
     },
+)  # fmt: skip
+GEMMA3_PICTURES = Multimodal(
+    "gemma3", "gemma3_text",
+    missing=sizes(262208, 2304, 26, 8, 9216, 131072),
 )  # fmt: skip
 _OLMO = GQA(1, 1, 1, rope=Rope(wide=True), qk_norm=1e-5, qk_norm_whole=True)
 _OLMO_LAYER = ATTENTION | GATED | ADDED_NORMS

@@ -1,4 +1,4 @@
-"""An encoder and a decoder: T5, BART, Marian."""
+"""An encoder and a decoder: T5, BART, Marian and their kin."""
 
 from __future__ import annotations
 
@@ -54,33 +54,38 @@ _T5_FFN = _T5_GATED | {name: (ours, False) for name, ours in ACTIVATIONS.items()
 _T5_FFN |= {f"gated-{name}": (ours, True) for name, ours in ACTIVATIONS.items()} | _T5_GATED
 
 
-def _t5_ffn_of(theirs: Data) -> tuple[str, bool]:
-    """Activation and gate: what dense_act_fn and is_gated_act say is stronger than feed_forward_proj."""
-    word = theirs.get("feed_forward_proj")
-    act = theirs.get("dense_act_fn")
-    word = "relu" if word is None else word
-    for key, value, known in (
-        ("feed_forward_proj", word, _T5_FFN),
-        ("dense_act_fn", act or "relu", ACTIVATIONS),
-    ):
-        if value not in known:
-            raise rules.wrong(f"{key} is {value!r}; known: {', '.join(known)}")
-    name, gated = _T5_FFN[word]
-    said = theirs.get("is_gated_act")
-    return ACTIVATIONS[act] if act else name, gated if said is None else said
+def _t5_ffn(missing: str) -> Group:
+    """Activation and gate of both towers: what dense_act_fn and is_gated_act say is stronger than feed_forward_proj,
+    of which a missing one means `missing`."""
 
+    def of(theirs: Data) -> tuple[str, bool]:
+        word = theirs.get("feed_forward_proj")
+        act = theirs.get("dense_act_fn")
+        word = missing if word is None else word
+        for key, value, known in (
+            ("feed_forward_proj", word, _T5_FFN),
+            ("dense_act_fn", act or "relu", ACTIVATIONS),
+        ):
+            if value not in known:
+                raise rules.wrong(f"{key} is {value!r}; known: {', '.join(known)}")
+        name, gated = _T5_FFN[word]
+        said = theirs.get("is_gated_act")
+        return ACTIVATIONS[act] if act else name, gated if said is None else said
 
-def _read_t5_ffn(theirs: Data, ours: Data) -> None:
-    for tower in ("encoder", "decoder"):
-        ours[tower]["ffn"] |= dict(zip(("activation", "gated"), _t5_ffn_of(theirs)))
+    def read(theirs: Data, ours: Data) -> None:
+        for tower in ("encoder", "decoder"):
+            ours[tower]["ffn"] |= dict(zip(("activation", "gated"), of(theirs)))
 
+    def write(ours: Data, theirs: Data) -> None:
+        ffn = tuple(rules.need(ours, f"encoder.ffn.{name}") for name in ("activation", "gated"))
+        if of(theirs) != ffn:
+            theirs["feed_forward_proj"] = next(
+                word for word, is_of in _T5_FFN.items() if is_of == ffn
+            )
+            for stale in ("dense_act_fn", "is_gated_act"):
+                theirs.pop(stale, None)
 
-def _write_t5_ffn(ours: Data, theirs: Data) -> None:
-    ffn = tuple(rules.need(ours, f"encoder.ffn.{name}") for name in ("activation", "gated"))
-    if _t5_ffn_of(theirs) != ffn:
-        theirs["feed_forward_proj"] = next(word for word, of in _T5_FFN.items() if of == ffn)
-        for stale in ("dense_act_fn", "is_gated_act"):
-            theirs.pop(stale, None)
+    return Group(("feed_forward_proj", "dense_act_fn", "is_gated_act"), read, write)
 
 
 def _t5_scale_of(theirs: Data) -> bool:
@@ -120,9 +125,7 @@ T5 = Family(
             "{encoder.attention,decoder.attention,decoder.cross}.dropout",
             0.1,
         ),
-        feed_forward_proj=Group(
-            ("feed_forward_proj", "dense_act_fn", "is_gated_act"), _read_t5_ffn, _write_t5_ffn,
-        ),
+        feed_forward_proj=_t5_ffn("relu"),
         scale_decoder_outputs=Group(
             ("scale_decoder_outputs", "tie_word_embeddings"),
             lambda theirs, ours: rules.put(ours, "head.scaled", _t5_scale_of(theirs)), _write_t5_scale,
@@ -146,6 +149,20 @@ T5 = Family(
             "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "head.tied": False,
         },
     },
+)  # fmt: skip
+
+
+def _mt5(dim: int, layers: int, heads: int, ffn: int) -> Data:
+    return _t5(dim, layers, heads, ffn) | {"vocab_size": 250112, "head.tied": False}
+
+
+# It never scales. Its folders say that nothing is tied; whether there are two tables the tensors tell.
+MT5 = replace(
+    T5, name="mt5", heads={"MT5ForConditionalGeneration": LM(), "MT5Model": None},
+    config={key: rule for key, rule in T5.config.items() if key != "scale_decoder_outputs"} | dict(
+        feed_forward_proj=_t5_ffn("gated-gelu"),
+    ),
+    presets={"mt5-small": _mt5(512, 8, 6, 1024), "mt5-base": _mt5(768, 12, 12, 2048)},
 )  # fmt: skip
 
 # --- BART and Marian ----------------------------------------------------------------------------------------------
@@ -185,8 +202,8 @@ def _bart_tower(tower: str, side: str) -> Weights:
     return {
         **tensors.under(f"{tower}.layers.{{i}}.", f"{tower}.blocks.{{i}}.", rows),
         f"{tower}.embed_positions.weight": f"{side}.position.weight",
-        f"{tower}.layernorm_embedding.*": f"{side}.norm.*",
-    }
+        f"{tower}.layernorm_embedding.*": f"{side}.norm.*", f"{tower}.layer_norm.*": f"{tower}.norm.*",
+    }  # fmt: skip
 
 
 def _bart_sizes(vocab: int, dim: int, layers: int, heads: int, ffn: int, context: int) -> Data:
@@ -250,5 +267,78 @@ MARIAN = replace(
         "marian": _bart_sizes(58101, 512, 6, 8, 2048, 512) | dict(
             scale_embedding=True, activation_function="silu",
         ),
+    },
+)  # fmt: skip
+
+# --- BART with norms before: mBART, PEGASUS, Blenderbot, M2M100 ---------------------------------------------------
+
+_BEFORE: Data = dict(order="pre", final_norm=True)
+
+
+def _pre_norm(words: Tokens, head: LM = _BART_HEAD) -> EncoderDecoderConfig:
+    encoder, decoder = (replace(tower, **_BEFORE) for tower in (_BART_ENCODER, _BART_DECODER))
+    return EncoderDecoderConfig(words, encoder, words, decoder, head, max_len=1)
+
+
+_PRE_NORM_KEYS: Keys = BART.config | fixed(normalize_before=True, add_final_layer_norm=True)
+MBART = replace(
+    BART, name="mbart", blank=_pre_norm(Tokens(1, Learned(1, offset=2), norm=Norm())),
+    heads={"MBartForConditionalGeneration": _BART_HEAD, "MBartModel": None}, config=_PRE_NORM_KEYS,
+    presets={"mbart-large": _bart_sizes(250054, 1024, 12, 16, 4096, 1024) | dict(scale_embedding=True)},
+)  # fmt: skip
+PEGASUS = replace(
+    BART, name="pegasus", blank=_pre_norm(Tokens(1, Sinusoidal(1, layout="halves"))),
+    heads={"PegasusForConditionalGeneration": _BART_HEAD, "PegasusModel": None},
+    config=_PRE_NORM_KEYS | fixed(normalize_embedding=False, static_position_embeddings=True),
+    carried=(*BART.carried, r"model\.(encoder|decoder)\.embed_positions\.weight"),
+    presets={
+        "pegasus-large": _bart_sizes(96103, 1024, 16, 16, 4096, 1024) | dict(
+            scale_embedding=True, activation_function="relu",
+        ),
+    },
+)  # fmt: skip
+BLENDERBOT = replace(
+    BART, name="blenderbot", blank=_pre_norm(Tokens(1, Learned(1))),
+    heads={"BlenderbotForConditionalGeneration": _BART_HEAD, "BlenderbotModel": None},
+    config=_PRE_NORM_KEYS | fixed(
+        normalize_embedding=False, extra_layer_norm=False, layernorm_variant="prelayernorm",
+    ),
+    inert=f"{BART.inert} do_blenderbot_90_layernorm",
+    presets={
+        "blenderbot-400m": _bart_sizes(8008, 1280, 2, 32, 5120, 128) | dict(
+            decoder_layers=12, scale_embedding=True,
+        ),
+    },
+)  # fmt: skip
+
+
+def _read_start(theirs: Data, ours: Data) -> None:
+    """Places count from the padding id + 1, and padding has none."""
+    pad = theirs.get("pad_token_id")
+    pad = 1 if pad is None else pad
+    for side in ("source", "target"):
+        ours[side]["position"].update(offset=pad + 1, skip=pad)
+
+
+def _write_start(ours: Data, theirs: Data) -> None:
+    theirs["pad_token_id"] = rules.need(ours, "target.position.skip")
+
+
+M2M_100 = replace(
+    BART, name="m2m_100",
+    blank=_pre_norm(Tokens(1, Sinusoidal(1, layout="fairseq", offset=2, skip=1), scaled=True), LM()),
+    heads={"M2M100ForConditionalGeneration": LM(), "M2M100Model": None},
+    config=_PRE_NORM_KEYS | dict(
+        encoder_layerdrop=Key("encoder.layer_drop", 0.05), decoder_layerdrop=Key("decoder.layer_drop", 0.05),
+        activation_function=Key("{encoder,decoder}.ffn.activation", "relu", ACTIVATIONS),
+        attention_dropout=Key("{encoder.attention,decoder.attention,decoder.cross}.dropout", 0.1),
+        scale_embedding=Key("{source,target}.scaled", True),
+        pad_token_id=Group(("pad_token_id",), _read_start, _write_start),
+        **fixed(normalize_embedding=False, static_position_embeddings=True),
+    ),
+    derived=(*BART.derived, r"model\.(encoder|decoder)\.embed_positions\.weights?"),
+    presets={
+        "m2m100-418m": _bart_sizes(128112, 1024, 12, 16, 4096, 1024),
+        "nllb-200-600m": _bart_sizes(256206, 1024, 12, 16, 4096, 1024),
     },
 )  # fmt: skip

@@ -103,7 +103,11 @@ class Join(Specialise):
         parts = {}
         for name, join in (("attention", self.attention), ("cross", self.cross)):
             part = getattr(module, name)
-            if type(part) is GroupedQueryAttention and not unlike(part, *ADAPTED):
+            if type(part) is not GroupedQueryAttention:
+                continue
+            if why := unlike(part, *ADAPTED):
+                self.rows[type(part).__name__, f"plain: {why}"] += 1
+            else:
                 parts[name] = join(part)
                 self.rows[type(part).__name__, type(parts[name]).__name__] += 1
         return self.copy(module, **parts)
@@ -163,9 +167,16 @@ def stacked(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of all of them, one below the other."""
     if len(linears) == 1:
         return linears[0].weight, linears[0].bias
-    biases = [w.bias.detach() for w in linears if w.bias is not None]
     weight = torch.cat([w.weight.detach() for w in linears])
-    return weight, torch.cat(biases) if biases else None
+    return weight, biases(linears)
+
+
+def biases(linears: Sequence[nn.Linear]) -> Tensor | None:
+    """The biases of all of them, zeros for one that has none; None where none has."""
+    if all(w.bias is None for w in linears):
+        return None
+    each = [w.weight.new_zeros(len(w.weight)) if w.bias is None else w.bias for w in linears]
+    return torch.cat([bias.detach() for bias in each])
 
 
 class JoinedAttention(GroupedQueryAttention):

@@ -57,8 +57,11 @@ class Native(Join):
         parts = [part for block in new.blocks for part in (block.attention, block.cross)]
         if not all(part is None or isinstance(part, _Native) for part in parts):
             return new
+        # Without padding tokens would no longer lie where their own vectors do.
+        if module.config.reads_ids:
+            return new
         recorded = isinstance(new.norm, NativeNorm | None) and all(map(_recorded, new.blocks))
-        if module.relative is not None or not recorded:
+        if module.relative is not None or module.out is not None or not recorded:
             return share(self.kind(PackedStack), new)
         new = share(self.kind(NativeStack), new)
         new.tapes = Tapes(new)
@@ -87,6 +90,8 @@ def _recorded(block: nn.Module) -> bool:
     if not isinstance(block, Block) or type(block).around is not Block.around:
         return False
     if ORDERS[block.order].around not in (before, after):
+        return False
+    if block.input is not None or block.gain is not None or block.mix1 is not None:
         return False
     norms = (block.norm1, block.norm2, block.norm3)
     if not all(isinstance(norm, NativeNorm | None) for norm in norms):
@@ -172,7 +177,7 @@ class NativeAttention(_Native, JoinedAttention):
         o = attend_one(q, k, v, pos, **more, bias=bias)
         if ctx.probe is not None:
             terms = Terms(self.scale, None if bias is None else bias[:, :, None])
-            _show(ctx, layer, q[:, None], ctx.visible(cache.span, c.window), terms)
+            _show(ctx, layer, q[:, None], self.visible(cache.span, ctx), terms)
         return o.unsqueeze(1)
 
 

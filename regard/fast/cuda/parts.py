@@ -43,7 +43,7 @@ from regard.kernels.triton.experts import Experts, choose, experts, scores, suit
 from regard.kernels.triton.experts import reference as expert_reference
 from regard.kernels.triton.linear import ready
 from regard.kernels.triton.wide import HIGHEST, summed
-from regard.layers import FeedForward, LMHead
+from regard.layers import LM, FeedForward, LMHead
 from regard.mask import Span
 from regard.moe import MixtureOfExperts
 
@@ -54,8 +54,9 @@ class GraphHead(LMHead):
     product: Product
 
     def features(self, h: Any) -> Any:
-        scaled = getattr(self.config, "scaled", False)
-        return super().features(h.tensor()) if scaled else h
+        c = self.config
+        plain = isinstance(c, LM) and not c.scaled and c.logit_gain == 1.0
+        return h if plain else super().features(h.tensor())
 
     def project(self, x: Read, weight: Tensor) -> Tensor:
         return self.product(x)
@@ -94,7 +95,7 @@ class GraphExperts(MixtureOfExperts):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         c = self.config
-        if c.groups > 1 or not (self.fast and ready(x)):
+        if c.groups > 1 or c.gains or c.score == "sqrtsoftplus" or not (self.fast and ready(x)):
             return super().route(x)
         sigmoid = c.score == "sigmoid"
         more: dict[str, Any] = {"normalized": c.normalized, "correction": self.correction}

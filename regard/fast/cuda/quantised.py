@@ -74,6 +74,8 @@ def quantised(model: Model, kind: str, consume: bool = False) -> Model:
     made.precision, made.parts = kind, dict(maker.rows)
     size = f"{maker.after / 2**30:.2f} GiB, {maker.before / 2**30:.2f} as they were"
     made.parts["weights", f"{kind}: {size}"] = maker.count
+    if maker.kept:
+        made.parts["weights", "as the folder packs them, not rounded again"] = maker.kept
     return made.eval()
 
 
@@ -84,20 +86,27 @@ class Quantise(Specialise):
     def __init__(self, kind_: str, spent: set[int], inputs: Mapping[int, Tensor]):
         super().__init__()
         self.precision, self.spent, self.inputs = kind_, spent, inputs
-        self.count = self.before = self.after = 0
+        self.count = self.before = self.after = self.kept = 0
 
     def pack(self, module: nn.Module, kind: str) -> Packed:
-        """The weight of a layer or a head, rounded so that it matters least for what it reads."""
+        """The weight of a layer or a head: as its folder packs it, where that is the same (`Kept` of
+        checkpoint/quantised), or else rounded so that it matters least for what it reads."""
         weight: Any = module.weight
-        found, back = self.inputs.get(id(module)), None
-        if found is not None and bool(found.isfinite().all()):
-            back = feedback(found, "int4")
-        made = pack(weight.detach(), kind, back)
+        held = getattr(weight, "held", None)
+        made = None if held is None else held.packed(kind, weight.detach())
+        self.kept += made is not None
+        made = self.rounded(module, kind) if made is None else made
         self.count, self.before = self.count + 1, self.before + weight.nbytes
         self.after += made.nbytes
         if id(weight) in self.spent:
             weight.data = weight.data.new_empty(0)
         return made
+
+    def rounded(self, module: Any, kind: str) -> Packed:
+        found, back = self.inputs.get(id(module)), None
+        if found is not None and bool(found.isfinite().all()):
+            back = feedback(found, "int4")
+        return pack(module.weight.detach(), kind, back)
 
     def linear(self, module: Any) -> nn.Module:
         if id(module) not in self.made:

@@ -63,9 +63,15 @@ def why_not(model: Model) -> str:
         return "its attention to the source keeps other shapes than that to the text"
     if tower.cross and (tower.cross.kind != "gqa" or tower.cross.gated):
         return "its attention to the source has latents, or a gate"
+    if tower.out_dim is not None:
+        return "its tower has a layer behind its last norm"
+    if tower.reads_ids or tower.borrowing:
+        return "its layers read keys of others, or tables of their own"
+    if tower.streams or any(a.kind == "compressed" for a in tower.each("attention")):
+        return "it has several streams, or keys that stand for many tokens"
     if c.head is None or c.head.kind != "lm":
         return "it has no language-model head"
-    if position is not None and position.kind == "learned" and position.skip is not None:
+    if position is not None and getattr(position, "skip", None) is not None:
         return "its positions skip tokens"
     if any(isinstance(m, LowRank | Int4Linear) for m in model.modules()):
         return "its linear layers are packed, or have adapters: merge them first"
@@ -93,8 +99,8 @@ class Cuda(Specialise):
     def __init__(self, kernels: bool, relative: nn.Module | None):
         super().__init__()
         self.kernels, self.biased = kernels, relative is not None
-        # Ours are by distance alone.
-        ours = relative is None or type(relative) is RelativeBias
+        # Kernels are given a bias by distance alone.
+        ours = relative is None or (type(relative) is RelativeBias and relative.by_distance)
         self.no_distance = "" if ours else f"it has a {type(relative).__name__}"
 
     def kind(self, kind: type[P]) -> type[P]:
@@ -131,8 +137,9 @@ class Cuda(Specialise):
     def block(self, m: Block) -> nn.Module:
         # These leave sums and norms to who reads them; any other order runs over tensors.
         around = ORDERS[m.order].around
-        if around not in (before, after) or not m.residual:
-            why = f"its order is {m.order}" if m.residual else "it has no residual"
+        why = "" if around in (before, after) else f"its order is {m.order}"
+        why = why if m.residual else "it has no residual"
+        if why := why or ("what it gives is scaled" if m.gain is not None else ""):
             return self.over_tensors(m, why)
         names = ("norm1", "norm2", "norm3")
         norms = [n for n, part in zip(names, (m.attention, m.cross, m.ffn)) if part is not None]
@@ -183,8 +190,10 @@ class Cuda(Specialise):
         return new
 
     def experts(self, m: MixtureOfExperts) -> nn.Module:
-        if why := unlike(m, FeedForward):
+        if why := unlike(m, FeedForward, nn.ModuleDict):
             return self.generic(m, why)
+        if m.config.limit is not None and not m.config.raised:
+            return self.generic(m, "nothing is added to up")
         new = self.copy_as(GraphExperts, m)
         biases = None
         if m.gate_bias is not None and m.up_bias is not None and m.down_bias is not None:
@@ -193,6 +202,7 @@ class Cuda(Specialise):
         new.all = Experts(m.gate, m.up, m.down, biases, act, limit)
         new.fast = self.kernels
         why = "" if m.config.groups == 1 else "its router, as it chooses among groups"
+        why = "its router, as it has gains" if m.config.gains else why
         new.note = self.note(m.gate, why if suits(m.gate[0], new.all) else "experts of this size")
         return new
 

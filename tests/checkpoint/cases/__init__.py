@@ -31,7 +31,8 @@ class Case:
         # transformers fills in what it is given
         settings = copy.deepcopy(self.settings)
         model = cls(cls.config_class(**settings), **self.options).eval()
-        fixed = "embed_positions" if model.config.model_type == "marian" else "no such name"
+        sines = model.config.model_type in ("marian", "pegasus")
+        fixed = "embed_positions" if sines else "no such name"
         with torch.no_grad():
             for name, p in model.named_parameters():
                 if fixed not in name:
@@ -40,6 +41,10 @@ class Case:
             for name, b in model.named_buffers():
                 if "e_score_correction" in name or "final_logits" in name:
                     b.copy_(torch.randn_like(b) * 0.3)
+                if "tid2eid" in name:
+                    b.copy_(torch.randint_like(b, model.config.n_routed_experts))
+                if "layer_scalar" in name:
+                    b.copy_(torch.randn_like(b) * 0.2 + 1)
         return model
 
 

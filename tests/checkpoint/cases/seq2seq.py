@@ -1,0 +1,33 @@
+"""Encoders with decoders."""
+
+from __future__ import annotations
+
+from tests.checkpoint.cases import BART, T5, Settings, case
+
+_MT5, _UMT5 = "MT5ForConditionalGeneration", "UMT5ForConditionalGeneration"
+_MBART, _PEGASUS = "MBartForConditionalGeneration", "PegasusForConditionalGeneration"
+_BLENDER, _M2M = "BlenderbotForConditionalGeneration", "M2M100ForConditionalGeneration"
+_STARTS = dict(BART, decoder_start_token_id=2)
+
+CASES = [
+    case("mt5", _MT5, T5, num_decoder_layers=1),
+    case("mt5-relu", _MT5, T5, feed_forward_proj="relu", relative_attention_num_buckets=8,
+         relative_attention_max_distance=10),
+    case("mt5-body", "MT5Model", T5),
+    case("mbart", _MBART, _STARTS, scale_embedding=True),
+    case("mbart-untied", _MBART, _STARTS, tie_word_embeddings=False, d_model=30, encoder_attention_heads=5,
+         activation_function="relu"),
+    case("mbart-body", "MBartModel", _STARTS),
+    case("pegasus", _PEGASUS, BART, scale_embedding=True, activation_function="relu"),
+    case("pegasus-odd", _PEGASUS, BART, d_model=21, encoder_attention_heads=7, decoder_attention_heads=3,
+         tie_word_embeddings=False),
+    case("blenderbot", _BLENDER, BART, scale_embedding=True),
+    case("blenderbot-untied", _BLENDER, BART, tie_word_embeddings=False, activation_function="silu"),
+    case("m2m-100", _M2M, BART, encoder_layerdrop=0.0, decoder_layerdrop=0.0),
+    case("m2m-100-body", "M2M100Model", BART, encoder_layerdrop=0.0, decoder_layerdrop=0.0),
+    case("m2m-100-pad-0", _M2M, BART, pad_token_id=0, scale_embedding=False, activation_function="gelu"),
+    case("m2m-100-odd", _M2M, BART, d_model=21, encoder_attention_heads=7, decoder_attention_heads=3,
+         tie_word_embeddings=False),
+]  # fmt: skip
+ODD: Settings = {}
+KEPT = ["m2m-100"]
