@@ -413,6 +413,10 @@ ROPE = rope_at("tower.attention.rope")
 # --- what differs from layer to layer -----------------------------------------------------------------------------
 
 
+# Older words for kinds of layers.
+_OLDER = {"attention": "full_attention", "mamba": "linear_attention"}
+
+
 def by_layer(
     part: str,
     key: str,
@@ -431,6 +435,7 @@ def by_layer(
 
     def kinds_of(theirs: Data, layers: int) -> list[str]:
         kinds = theirs.get(key) or [words[second(theirs, i)] for i in range(layers)]
+        kinds = [_OLDER.get(kind, kind) if kind not in words else kind for kind in kinds]
         if not kinds or len(kinds) != layers or set(kinds) - set(words):
             known = " or ".join(map(str, words))
             listed = f"{key} must list as many words, {known}, got {kinds}"

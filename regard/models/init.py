@@ -42,6 +42,7 @@ class Start:
     small models of its kind learned worse (bench/LOG.md, Multi30k);
     "deit": class tokens and positions are 0;
     "modernbert": as "gpt2", the dense layer of a head and its vocabulary too; of labels 1 / sqrt(dim);
+    "mamba": what a state writes into the stream lies within 1 / sqrt(inputs);
     "clip", "siglip": by the width and depth of each part, whatever `std` is: see `_clip` and `_siglip`."""
 
     scheme: str = "normal"
@@ -130,7 +131,7 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
                 nn.init.normal_(part.out.weight, std=part.out.in_features**-0.5)
         if isinstance(part, GroupedQueryAttention) and start.scheme == "t5":
             part.wq.weight.div_(part.d**0.5)
-        if isinstance(part, StateSpaceDual):
+        if isinstance(part, StateSpaceDual) and start.scheme == "mamba":
             _matrix(part.wo.weight, Start("uniform"))
         # gpt-oss, whose they are
         if isinstance(part, GroupedQueryAttention) and part.sinks is not None:

@@ -8,7 +8,7 @@ from regard.attention.compressed import Compressed
 from regard.block import Streams
 from regard.checkpoint import rules, tensors
 from regard.checkpoint.families.common import FRAME_KEYS, llama_like
-from regard.checkpoint.rules import ACTIVATIONS, Data, Group, Key, get, put, wrong
+from regard.checkpoint.rules import ACTIVATIONS, Data, Group, Key, get, need, put, wrong
 from regard.checkpoint.tensors import To, Weights
 from regard.layers import LM
 from regard.moe import MoE
@@ -54,11 +54,11 @@ def _read_layers(theirs: Data, ours: Data) -> None:
 
 
 def _attention_of(one: Data) -> int:
-    return 0 if one["rate"] is None else 1 if one["overlap"] else 2
+    return 0 if need(one, "rate") is None else 1 if one["overlap"] else 2
 
 
 def _ffn_of(one: Data) -> int:
-    return int(not one["hashed"])
+    return int(not need(one, "hashed"))
 
 
 def _write_layers(ours: Data, theirs: Data) -> None:
