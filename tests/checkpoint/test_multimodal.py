@@ -25,7 +25,7 @@ _CHUNKS = dict(num_local_experts=4, intermediate_size_mlp=22, attention_chunk_si
 LM = "ForConditionalGeneration"
 _LATER = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=3)
 _LATER |= dict(llama_4_scaling_beta=0.6)
-# A class of theirs, perhaps with a word behind it -> what its language model is, settings of both, the class that we save.
+# A class of theirs, perhaps with a word behind it -> what its language model is, both settings, the class that we save.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     f"Gemma3{LM}": (dict(TEXT, sliding_window=4), PICTURES, "Gemma3ForCausalLM"),
     "Gemma3ForSequenceClassification": (
