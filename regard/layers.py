@@ -24,13 +24,18 @@ class Norm:
     rms: bool = False  # RMSNorm
     biased: bool = True  # a LayerNorm
     plus_one: bool = False  # by 1 + w (Gemma, Nemotron)
+    weighted: bool = True  # False: multiplied by nothing (OLMo, nanochat)
     kind: str = "norm"
 
     def __post_init__(self) -> None:
         if self.rms and not self.biased:
             raise UsageError("norm.biased: an RMS norm has no bias; leave it out")
+        if not self.weighted and (self.plus_one or (self.biased and not self.rms)):
+            raise UsageError("norm.weighted: without a weight give biased=False, and no plus_one")
 
     def make(self, dim: int) -> nn.Module:
+        if not self.weighted:
+            return UnitNorm(self.eps, centred=not self.rms)
         if self.rms:
             return RMSNorm(dim, self.eps, self.plus_one)
         kind = PlusOneNorm if self.plus_one else nn.LayerNorm
@@ -136,15 +141,30 @@ class PlusOneNorm(nn.LayerNorm):
 
 
 class UnitNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps): an RMSNorm without a weight, the mean in float32 (Llama 4)."""
+    """x / sqrt(mean(x^2) + eps): an RMSNorm without a weight, the mean in float32 (Llama 4, Gemma 4); `centred`: the
+    mean is taken from x first, as a LayerNorm without a weight does (OLMo)."""
 
-    def __init__(self, eps: float):
+    def __init__(self, eps: float, centred: bool = False):
         super().__init__()
-        self.eps = eps
+        self.eps, self.centred = eps, centred
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return F.rms_norm(wide, x.shape[-1:], None, self.eps).to(x.dtype)
+        norm = F.layer_norm if self.centred else F.rms_norm
+        return norm(wide, x.shape[-1:], eps=self.eps).to(x.dtype)
+
+
+class HeadNorm(nn.Module):
+    """A LayerNorm of each head (b t h d), by a weight of its own and without a bias, in float32 (Cohere)."""
+
+    def __init__(self, heads: int, dim: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(heads, dim)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        normed = F.layer_norm(x.to(wide), x.shape[-1:], eps=self.eps)
+        return (normed * self.weight.to(wide)).to(x.dtype)
 
 
 class Gain(nn.Module):
@@ -314,9 +334,9 @@ class LM:
     tied: bool = True  # the embedding is the head's matrix
     bias: bool = False  # on the logits
     scaled: bool = False  # hidden times dim^-0.5 first (T5 v1.0)
-    logit_gain: Positive = 1.0  # hidden times it first (Granite)
     trained: bool = True  # the bias; BART and Marian keep theirs as it was loaded
     logit_softcap: Positive | None = None  # logits are c tanh(z / c)
+    logit_gain: Positive = 1.0  # hidden times it first (Granite)
     kind: str = "lm"
 
 

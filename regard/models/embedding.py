@@ -24,12 +24,12 @@ class Tokens:
     position: Positions | None = None  # what is added for the place
     types: Whole = 0  # segment types (BERT: 2)
     scaled: bool = False  # times sqrt(dim)
-    token_gain: Positive = 1.0  # times it (Granite)
     norm: Norm | None = None  # of the sum
     dropout: Fraction = 0.0  # of the sum, in training
     width: Count | None = None  # of the table, where it is not the tower's
     # made as wide as the tower before anything is added, and without a bias (OPT 350M)
     widened_first: Annotated[bool, Needs("width", such="512")] = False
+    token_gain: Positive = 1.0  # of a token's row alone (Granite)
     # id of a mask whose tokens count as dropped (ESM): see `spread`
     dropped_id: Whole | None = None
     kind: str = "tokens"

@@ -15,6 +15,7 @@ from regard.config import Amount, settings
 from regard.layers import (
     FeedForward,
     Gain,
+    HeadNorm,
     LabelHead,
     LayerScale,
     LMHead,
@@ -40,6 +41,7 @@ class Start:
     "uniform": matrices lie within 1 / sqrt(inputs), tables have 1 / sqrt(dim) where the embedding multiplies by
     sqrt(dim), so that words and positions weigh alike. The paper of 2017 does not say; with Xavier's wider matrices
     small models of its kind learned worse (bench/LOG.md, Multi30k);
+    "nanochat": as "gpt2", but for the feed-forward;
     "deit": class tokens and positions are 0;
     "modernbert": as "gpt2", the dense layer of a head and its vocabulary too; of labels 1 / sqrt(dim);
     "clip", "siglip": by the width and depth of each part, whatever `std` is: see `_clip` and `_siglip`."""
@@ -65,7 +67,7 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
             _matrix(part.weight.flatten(1), start)
         elif isinstance(part, SoundEmbedding):
             part.position.copy_(waves(*part.position.shape))
-        elif isinstance(part, (nn.LayerNorm, RMSNorm)):
+        elif isinstance(part, (nn.LayerNorm, RMSNorm, HeadNorm)):
             nn.init.constant_(part.weight, 0.0 if getattr(part, "plus_one", False) else 1.0)
         elif isinstance(part, LayerScale):
             nn.init.constant_(part.weight, part.start)
@@ -119,9 +121,11 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
     layers = max((len(p.blocks) for p in model.modules() if isinstance(p, Stack)), default=layers)
     # after the matrices inside them
     for part in model.modules():
-        if isinstance(part, Stack) and start.scheme in ("gpt2", "modernbert"):
+        if isinstance(part, Stack) and start.scheme in ("gpt2", "modernbert", "nanochat"):
+            writes: tuple[str, ...] = ("wo.weight", "down.weight", "ffn.down")
+            writes = writes[:1] if start.scheme == "nanochat" else writes
             for name, weight in (x for block in part.blocks for x in block.named_parameters()):
-                if name.endswith(("wo.weight", "down.weight", "ffn.down")):
+                if name.endswith(writes):
                     nn.init.normal_(weight, std=start.std / (2 * len(part.blocks)) ** 0.5)
         if isinstance(part, (LMHead, LabelHead)) and start.scheme == "modernbert":
             for matrix in (getattr(part.dense, "weight", None), getattr(part, "weight", None)):
@@ -134,6 +138,9 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
         # gpt-oss, whose they are
         if isinstance(part, GroupedQueryAttention) and part.sinks is not None:
             nn.init.normal_(part.sinks, std=start.std)
+        # ERNIE 4.5, likewise
+        if isinstance(part, MixtureOfExperts) and part.config.wide_router:
+            nn.init.zeros_(part.router.weight)
         if isinstance(part, MixtureOfExperts) and part.router.bias is not None:
             nn.init.normal_(part.router.bias, std=start.std)
             for name in ("gate_bias", "up_bias", "down_bias"):

@@ -34,6 +34,7 @@ from types import ModuleType
 from regard.checkpoint.families import (
     dense,
     encoders,
+    experts,
     gemma4,
     gpt,
     hybrid,
@@ -55,6 +56,7 @@ _FILES: tuple[ModuleType, ...] = (
     llama,
     latent,
     hybrid,
+    experts,
     encoders,
     rotary_encoders,
     images,
