@@ -65,12 +65,8 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
             _matrix(part.weight, start)
         elif isinstance(part, nn.Conv1d):
             _matrix(part.weight.flatten(1), start)
-        elif isinstance(part, SoundEmbedding):
-            part.position.copy_(waves(*part.position.shape))
         elif isinstance(part, (nn.LayerNorm, RMSNorm, HeadNorm)):
             nn.init.constant_(part.weight, 0.0 if getattr(part, "plus_one", False) else 1.0)
-        elif isinstance(part, LayerScale):
-            nn.init.constant_(part.weight, part.start)
         elif isinstance(part, TokenBatchNorm):
             for weight, value in (
                 (part.weight, 1.0),
@@ -88,15 +84,6 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
                 nn.init.ones_(part.gains)
         elif isinstance(part, (LayerTables, GroupedLinear, Mix)):
             nn.init.normal_(part.weight, std=start.std)
-            if isinstance(part, Mix):
-                nn.init.zeros_(part.bias)
-                nn.init.ones_(part.scale)
-        elif isinstance(part, Compressor):
-            nn.init.zeros_(part.bias)
-        elif isinstance(part, CompressedAttention):
-            nn.init.zeros_(part.sinks)
-        elif isinstance(part, Gain):
-            nn.init.ones_(part.weight)
         elif isinstance(part, (TokenEmbedding, PositionVectors, DistanceVectors, PatchEmbedding)):
             _tables(part, start)
         elif isinstance(part, LMHead) and part.weight is not None:
@@ -107,15 +94,10 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
             for bias in part.relative.modules():
                 for weight in bias.parameters() if isinstance(bias, RelativeBias) else ():
                     nn.init.normal_(weight, std=start.std / inputs**0.5)
-        if (
-            isinstance(part, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.LayerNorm))
-            and part.bias is not None
-        ):
+        convolved = isinstance(part, (nn.Conv1d, nn.Conv2d))
+        if (convolved or isinstance(part, (nn.Linear, nn.LayerNorm))) and part.bias is not None:
             nn.init.zeros_(part.bias)
-        if isinstance(part, Pair):
-            nn.init.constant_(part.scale, part.config.scale)
-        elif isinstance(part, QueryPool):
-            nn.init.normal_(part.query, std=start.std)
+        _rarer(part, start)
     if start.scheme in ("clip", "siglip"):
         return {"clip": _clip, "siglip": _siglip}[start.scheme](model)
     layers = max((len(p.blocks) for p in model.modules() if isinstance(p, Stack)), default=layers)
@@ -145,6 +127,27 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
             nn.init.normal_(part.router.bias, std=start.std)
             for name in ("gate_bias", "up_bias", "down_bias"):
                 nn.init.zeros_(getattr(part, name))
+
+
+def _rarer(part: nn.Module, start: Start) -> None:
+    """Parts that few models have."""
+    if isinstance(part, Gain):
+        nn.init.ones_(part.weight)
+    elif isinstance(part, Mix):
+        nn.init.zeros_(part.bias)
+        nn.init.ones_(part.scale)
+    elif isinstance(part, Compressor):
+        nn.init.zeros_(part.bias)
+    elif isinstance(part, CompressedAttention):
+        nn.init.zeros_(part.sinks)
+    elif isinstance(part, LayerScale):
+        nn.init.constant_(part.weight, part.start)
+    elif isinstance(part, Pair):
+        nn.init.constant_(part.scale, part.config.scale)
+    elif isinstance(part, QueryPool):
+        nn.init.normal_(part.query, std=start.std)
+    elif isinstance(part, SoundEmbedding):
+        part.position.copy_(waves(*part.position.shape))
 
 
 def _clip(model: nn.Module) -> None:
