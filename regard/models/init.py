@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from regard.attention.compressed import CompressedAttention, Compressor, GroupedLinear
 from regard.attention.disentangled import DistanceVectors
 from regard.attention.multihead import GroupedQueryAttention
+from regard.attention.ssd import StateSpaceDual
 from regard.block import LayerTables, Mix, Stack
 from regard.config import Amount, settings
 from regard.layers import (
@@ -44,6 +45,7 @@ class Start:
     "nanochat": as "gpt2", but for the feed-forward;
     "deit": class tokens and positions are 0;
     "modernbert": as "gpt2", the dense layer of a head and its vocabulary too; of labels 1 / sqrt(dim);
+    "mamba": what a state writes into the stream lies within 1 / sqrt(inputs);
     "clip", "siglip": by the width and depth of each part, whatever `std` is: see `_clip` and `_siglip`."""
 
     scheme: str = "normal"
@@ -54,6 +56,9 @@ def start_of(config: Any) -> Start:
     """Of a model of no family: 2017's for norms after the sum, GPT-2's for norms before it."""
     tower = getattr(config, "decoder", None) or getattr(config, "tower", None)
     return Start("uniform" if getattr(tower, "order", "") == "post" else "gpt2")
+
+
+BIASED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.LayerNorm)
 
 
 @torch.no_grad()
@@ -94,8 +99,7 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
             for bias in part.relative.modules():
                 for weight in bias.parameters() if isinstance(bias, RelativeBias) else ():
                     nn.init.normal_(weight, std=start.std / inputs**0.5)
-        convolved = isinstance(part, (nn.Conv1d, nn.Conv2d))
-        if (convolved or isinstance(part, (nn.Linear, nn.LayerNorm))) and part.bias is not None:
+        if isinstance(part, BIASED) and part.bias is not None:
             nn.init.zeros_(part.bias)
         _rarer(part, start)
     if start.scheme in ("clip", "siglip"):
@@ -117,6 +121,8 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
                 nn.init.normal_(part.out.weight, std=part.out.in_features**-0.5)
         if isinstance(part, GroupedQueryAttention) and start.scheme == "t5":
             part.wq.weight.div_(part.d**0.5)
+        if isinstance(part, StateSpaceDual) and start.scheme == "mamba":
+            _matrix(part.wo.weight, Start("uniform"))
         # gpt-oss, whose they are
         if isinstance(part, GroupedQueryAttention) and part.sinks is not None:
             nn.init.normal_(part.sinks, std=start.std)
