@@ -191,7 +191,7 @@ def _olmo_value_dim(hf: Data) -> int:
 
 
 def _olmo_linear(hf: Data, layer: int) -> bool:
-    last = hf["num_hidden_layers"] - 1
+    last = hf.get("num_hidden_layers", 0) - 1
     return layer % 4 < 3 and not (layer == last < 3)
 
 
