@@ -380,6 +380,10 @@ ROPE = rope_at("tower.attention.rope")
 # --- what differs from layer to layer -----------------------------------------------------------------------------
 
 
+# Older words for kinds of layers.
+_OLDER = {"attention": "full_attention", "mamba": "linear_attention"}
+
+
 def by_layer(
     part: str,
     key: str,
@@ -398,6 +402,7 @@ def by_layer(
 
     def kinds_of(theirs: Data, layers: int) -> list[str]:
         kinds = theirs.get(key) or [words[second(theirs, i)] for i in range(layers)]
+        kinds = [_OLDER.get(kind, kind) if kind not in words else kind for kind in kinds]
         if not kinds or len(kinds) != layers or set(kinds) - set(words):
             known = " or ".join(map(str, words))
             listed = f"{key} must list as many words, {known}, got {kinds}"
@@ -473,8 +478,8 @@ def sliding_layers(
     return replace(group, reader=read)
 
 
-def is_moe(ffn: Data) -> bool:
-    return ffn["kind"] == "moe"
+def is_moe(ffn: Data | None) -> bool:
+    return ffn is not None and ffn["kind"] == "moe"
 
 
 def experts_by_layer(first_dense: int) -> Group:

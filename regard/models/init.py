@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from regard.attention.compressed import CompressedAttention, Compressor, GroupedLinear
 from regard.attention.disentangled import DistanceVectors
 from regard.attention.multihead import GroupedQueryAttention
+from regard.attention.ssd import StateSpaceDual
 from regard.block import LayerTables, Mix, Stack
 from regard.config import Amount, settings
 from regard.layers import (
@@ -44,6 +45,7 @@ class Start:
     "nanochat": as "gpt2", but for the feed-forward;
     "deit": class tokens and positions are 0;
     "modernbert": as "gpt2", the dense layer of a head and its vocabulary too; of labels 1 / sqrt(dim);
+    "mamba": what a state writes into the stream lies within 1 / sqrt(inputs);
     "clip", "siglip": by the width and depth of each part, whatever `std` is: see `_clip` and `_siglip`."""
 
     scheme: str = "normal"
@@ -119,6 +121,8 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
                 nn.init.normal_(part.out.weight, std=part.out.in_features**-0.5)
         if isinstance(part, GroupedQueryAttention) and start.scheme == "t5":
             part.wq.weight.div_(part.d**0.5)
+        if isinstance(part, StateSpaceDual) and start.scheme == "mamba":
+            _matrix(part.wo.weight, Start("uniform"))
         # gpt-oss, whose they are
         if isinstance(part, GroupedQueryAttention) and part.sinks is not None:
             nn.init.normal_(part.sinks, std=start.std)
