@@ -133,7 +133,10 @@ def test_whole_number_serves_as_float() -> None:
 
 
 def test_unknown_kind_lists_the_known() -> None:
-    with pytest.raises(UsageError, match="attention.kind is 'flash'; known: delta, dsa, gqa, mla"):
+    with pytest.raises(
+        UsageError,
+        match="attention.kind is 'flash'; known: compressed, delta, disentangled, dsa, gqa, mla",
+    ):
         from_dict(TransformerConfig, bad(tower__attention__kind="flash"))
     with pytest.raises(UsageError, match=r"attention.kind is 'gq'; did you mean 'gqa'\?"):
         from_dict(TransformerConfig, bad(tower__attention__kind="gq"))

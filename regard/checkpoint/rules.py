@@ -380,6 +380,10 @@ ROPE = rope_at("tower.attention.rope")
 # --- what differs from layer to layer -----------------------------------------------------------------------------
 
 
+# Older words for kinds of layers.
+_OLDER = {"attention": "full_attention", "mamba": "linear_attention"}
+
+
 def by_layer(
     part: str,
     key: str,
@@ -398,6 +402,7 @@ def by_layer(
 
     def kinds_of(theirs: Data, layers: int) -> list[str]:
         kinds = theirs.get(key) or [words[second(theirs, i)] for i in range(layers)]
+        kinds = [_OLDER.get(kind, kind) if kind not in words else kind for kind in kinds]
         if not kinds or len(kinds) != layers or set(kinds) - set(words):
             known = " or ".join(map(str, words))
             listed = f"{key} must list as many words, {known}, got {kinds}"
@@ -473,8 +478,8 @@ def sliding_layers(
     return replace(group, reader=read)
 
 
-def is_moe(ffn: Data) -> bool:
-    return ffn["kind"] == "moe"
+def is_moe(ffn: Data | None) -> bool:
+    return ffn is not None and ffn["kind"] == "moe"
 
 
 def experts_by_layer(first_dense: int) -> Group:
@@ -485,7 +490,7 @@ def experts_by_layer(first_dense: int) -> Group:
         return layer >= (theirs.get("first_k_dense_replace", first_dense) or 0)
 
     def write(kinds: list[str], _: Data | None, theirs: Data, said: bool) -> None:
-        if said and "mlp_layer_types" in theirs:
+        if said and "mlp_layer_types" in theirs and "first_k_dense_replace" in theirs:
             return
         theirs["first_k_dense_replace"] = [*kinds, "sparse"].index("sparse")
         listed = theirs["model_type"] in ("deepseek_v32", "glm_moe_dsa")
@@ -641,7 +646,8 @@ class Family:
     carried: tuple[str, ...] = ()
     # Other spellings in stored names, as patterns -> those that are written.
     spellings: Mapping[str, str] = field(default_factory=dict)
-    # Parts of names that transformers' modules have now, where weights are still stored by the old.
+    # Parts of names that transformers' modules have now, where weights are still stored by the old; {a,b} where
+    # several are stored in one.
     modules: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
