@@ -60,10 +60,10 @@ class MoE:
     kind: str = "moe"
 
     def __post_init__(self) -> None:
-        if self.mixer is not None and (self.groups > 1 or self.corrected or self.gains):
-            raise UsageError(
-                "ffn.mixer has no groups of experts, no bias on their choice and no gains"
-            )
+        other = self.groups > 1 or self.corrected or self.gains or self.hashed
+        if self.mixer is not None and (other or self.score != "softmax"):
+            why = "ffn.mixer scores by softmax, without groups, a bias on the choice, gains or a table"
+            raise UsageError(f"{why}; leave these out")
         within = self.experts // self.groups * self.active_groups
         if self.active > within:
             raise UsageError(

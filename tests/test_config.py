@@ -134,7 +134,8 @@ def test_whole_number_serves_as_float() -> None:
 
 def test_unknown_kind_lists_the_known() -> None:
     with pytest.raises(
-        UsageError, match="attention.kind is 'flash'; known: compressed, delta, dsa, gqa, mla"
+        UsageError,
+        match="attention.kind is 'flash'; known: compressed, delta, disentangled, dsa, gqa, mla",
     ):
         from_dict(TransformerConfig, bad(tower__attention__kind="flash"))
     with pytest.raises(UsageError, match=r"attention.kind is 'gq'; did you mean 'gqa'\?"):
@@ -158,6 +159,11 @@ def test_dotted_name_may_leave_out_where_it_begins(preset: str) -> None:
     """attention.dropout as in a config file: of the tower, of every layer, of both towers, not of what is inside."""
     config = PRESETS[preset][1]()
     data = to_dict(config)
+    if data["kind"] == "pair":
+        changed = to_dict(customize(config, {"attention.dropout": 0.25}))
+        parts = [changed[part]["tower"]["attention"] for part in ("text", "image")]
+        assert [part["dropout"] for part in parts] == [0.25, 0.25]
+        return
     towers = [name for name in ("tower", "encoder", "decoder") if data.get(name)]
     if not all(_each(data[name], "attention") for name in towers) or not towers:
         with pytest.raises(UsageError, match="attention"):

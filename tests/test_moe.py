@@ -258,7 +258,7 @@ def test_mixer_weighs_each_choice_among_those_that_are_near_it() -> None:
 
 def test_mixer_refuses_groups_and_a_bias_on_the_choice() -> None:
     for more in (dict(groups=2, active_groups=1), dict(corrected=True)):
-        with pytest.raises(UsageError, match=r"ffn.mixer has no groups of experts"):
+        with pytest.raises(UsageError, match=r"ffn.mixer scores by softmax"):
             MoE(4, 2, 4, mixer=0.1, **more)  # type: ignore[arg-type]
 
 

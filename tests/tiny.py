@@ -36,6 +36,8 @@ def tiny(name: str, **more: Any) -> regard.Model:
     # Dense ones first, attention last.
     if any(word in name for word in ("deepseek", "next", "hybrid", "glm-4.5")):
         changes["layers"] = 4
+    if "mamba" in name:
+        changes["groups"] = 2
     if "kimi" in name:
         changes["layers"] = 5
     # Of heads of 4.

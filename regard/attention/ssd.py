@@ -35,7 +35,8 @@ class SSD:
     eps: Amount = 1e-5  # of the norm
     least: Amount = 0.0  # step
     most: Positive | None = None  # step; default: any
-    steps: tuple[Positive, Positive] = (1e-3, 0.1)  # between which a new layer's steps lie
+    # Between which a new layer's steps lie; default: its dt_bias is 1
+    steps: tuple[Positive, Positive] | None = None
     kind: str = "ssd"
 
     # It knows the order of tokens by itself, and forgets by itself.
@@ -62,7 +63,7 @@ class StateSpaceDual(StateMechanism):
         )
         self.tap(sum(self.sizes), c.conv, c.conv_bias)
         self.a_log = nn.Parameter(torch.arange(1.0, h + 1).log())
-        self.dt_bias = nn.Parameter(first_steps(h, *c.steps))
+        self.dt_bias = nn.Parameter(torch.ones(h) if c.steps is None else first_steps(h, *c.steps))
         self.skip = nn.Parameter(torch.ones(h))
         self.norm = RMSNorm(inner, c.eps)
         self.wo = nn.Linear(inner, dim, bias=c.bias)

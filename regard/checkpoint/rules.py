@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from regard.checkpoint.nested import Nested
 from regard.checkpoint.tensors import To, Weights, choices, written_out
 from regard.errors import UsageError
 from regard.models.init import Start
@@ -152,41 +153,6 @@ class Group:
 def fixed(**only: Any) -> dict[str, ConfigRule]:
     """A `Fixed` for each key."""
     return {name: Fixed(value) for name, value in only.items()}
-
-
-@dataclass(frozen=True)
-class Nested:
-    """A key that holds the keys of a part, for the part of ours at `place`. Null is an empty one; in older folders
-    `<key>_dict` has the last word."""
-
-    place: str
-    rules: Keys
-    inert: str = ""
-
-    @property
-    def keys(self) -> frozenset[str]:
-        names = (n for name, r in self.rules.items() for n in getattr(r, "names", (name,)))
-        return frozenset([*names, *self.inert.split()])
-
-    def part(self, name: str, theirs: Data) -> Data:
-        both = [theirs.get(key) or {} for key in (name, f"{name}_dict")]
-        for key, value in zip((name, f"{name}_dict"), both, strict=True):
-            if not isinstance(value, dict):
-                raise wrong(f"{key} is {value!r:.60}; it must be an object")
-        return {**both[0], **both[1]}
-
-    def read(self, name: str, theirs: Data, ours: Data) -> None:
-        part = self.part(name, theirs)
-        for key, r in self.rules.items():
-            r.read(key, part, ours[self.place])
-
-    def write(self, name: str, ours: Data, theirs: Data) -> None:
-        part = self.part(name, theirs)
-        for key, r in reversed(self.rules.items()):
-            r.write(key, ours[self.place], part)
-        theirs[name] = part
-        if theirs.get(f"{name}_dict"):
-            theirs[f"{name}_dict"] = None
 
 
 ConfigRule = Key | Fixed | Group | Nested
@@ -414,6 +380,10 @@ ROPE = rope_at("tower.attention.rope")
 # --- what differs from layer to layer -----------------------------------------------------------------------------
 
 
+# Older words for kinds of layers.
+_OLDER = {"attention": "full_attention", "mamba": "linear_attention"}
+
+
 def by_layer(
     part: str,
     key: str,
@@ -432,6 +402,7 @@ def by_layer(
 
     def kinds_of(theirs: Data, layers: int) -> list[str]:
         kinds = theirs.get(key) or [words[second(theirs, i)] for i in range(layers)]
+        kinds = [_OLDER.get(kind, kind) if kind not in words else kind for kind in kinds]
         if not kinds or len(kinds) != layers or set(kinds) - set(words):
             known = " or ".join(map(str, words))
             listed = f"{key} must list as many words, {known}, got {kinds}"
@@ -507,8 +478,8 @@ def sliding_layers(
     return replace(group, reader=read)
 
 
-def is_moe(ffn: Data) -> bool:
-    return ffn["kind"] == "moe"
+def is_moe(ffn: Data | None) -> bool:
+    return ffn is not None and ffn["kind"] == "moe"
 
 
 def experts_by_layer(first_dense: int) -> Group:
@@ -519,7 +490,7 @@ def experts_by_layer(first_dense: int) -> Group:
         return layer >= (theirs.get("first_k_dense_replace", first_dense) or 0)
 
     def write(kinds: list[str], _: Data | None, theirs: Data, said: bool) -> None:
-        if said and "mlp_layer_types" in theirs:
+        if said and "mlp_layer_types" in theirs and "first_k_dense_replace" in theirs:
             return
         theirs["first_k_dense_replace"] = [*kinds, "sparse"].index("sparse")
         listed = theirs["model_type"] in ("deepseek_v32", "glm_moe_dsa")
@@ -675,7 +646,8 @@ class Family:
     carried: tuple[str, ...] = ()
     # Other spellings in stored names, as patterns -> those that are written.
     spellings: Mapping[str, str] = field(default_factory=dict)
-    # Parts of names that transformers' modules have now, where weights are still stored by the old.
+    # Parts of names that transformers' modules have now, where weights are still stored by the old; {a,b} where
+    # several are stored in one.
     modules: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property

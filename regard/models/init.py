@@ -8,12 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from regard.attention.compressed import CompressedAttention, Compressor, GroupedLinear
+from regard.attention.disentangled import DistanceVectors
 from regard.attention.multihead import GroupedQueryAttention
+from regard.attention.ssd import StateSpaceDual
 from regard.block import LayerTables, Mix, Stack
 from regard.config import Amount, settings
 from regard.layers import (
     FeedForward,
     Gain,
+    HeadNorm,
     LabelHead,
     LayerScale,
     LMHead,
@@ -39,8 +42,10 @@ class Start:
     "uniform": matrices lie within 1 / sqrt(inputs), tables have 1 / sqrt(dim) where the embedding multiplies by
     sqrt(dim), so that words and positions weigh alike. The paper of 2017 does not say; with Xavier's wider matrices
     small models of its kind learned worse (bench/LOG.md, Multi30k);
+    "nanochat": as "gpt2", but for the feed-forward;
     "deit": class tokens and positions are 0;
     "modernbert": as "gpt2", the dense layer of a head and its vocabulary too; of labels 1 / sqrt(dim);
+    "mamba": what a state writes into the stream lies within 1 / sqrt(inputs);
     "clip", "siglip": by the width and depth of each part, whatever `std` is: see `_clip` and `_siglip`."""
 
     scheme: str = "normal"
@@ -53,6 +58,9 @@ def start_of(config: Any) -> Start:
     return Start("uniform" if getattr(tower, "order", "") == "post" else "gpt2")
 
 
+BIASED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.LayerNorm)
+
+
 @torch.no_grad()
 def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
     """Draw all weights anew, in place. Cells of recurrent models keep torch's own start. `layers`: of the body that a
@@ -62,12 +70,8 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
             _matrix(part.weight, start)
         elif isinstance(part, nn.Conv1d):
             _matrix(part.weight.flatten(1), start)
-        elif isinstance(part, SoundEmbedding):
-            part.position.copy_(waves(*part.position.shape))
-        elif isinstance(part, (nn.LayerNorm, RMSNorm)):
+        elif isinstance(part, (nn.LayerNorm, RMSNorm, HeadNorm)):
             nn.init.constant_(part.weight, 0.0 if getattr(part, "plus_one", False) else 1.0)
-        elif isinstance(part, LayerScale):
-            nn.init.constant_(part.weight, part.start)
         elif isinstance(part, TokenBatchNorm):
             for weight, value in (
                 (part.weight, 1.0),
@@ -83,33 +87,31 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
                 _matrix(weight, start)
             if part.gains is not None:
                 nn.init.ones_(part.gains)
-        elif isinstance(part, (TokenEmbedding, PositionVectors, PatchEmbedding)):
+        elif isinstance(part, (LayerTables, GroupedLinear, Mix)):
+            nn.init.normal_(part.weight, std=start.std)
+        elif isinstance(part, (TokenEmbedding, PositionVectors, DistanceVectors, PatchEmbedding)):
             _tables(part, start)
         elif isinstance(part, LMHead) and part.weight is not None:
             wide = start.scheme == "uniform"
             nn.init.normal_(part.weight, std=part.weight.shape[1] ** -0.5 if wide else start.std)
-        elif isinstance(part, Stack) and isinstance(part.relative, RelativeBias):
+        elif isinstance(part, Stack) and part.relative is not None:
             inputs = part.config.dim if start.scheme == "t5" else 1
-            for weight in part.relative.parameters():
-                nn.init.normal_(weight, std=start.std / inputs**0.5)
-        _latest(part, start)
-        if (
-            isinstance(part, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.LayerNorm))
-            and part.bias is not None
-        ):
+            for bias in part.relative.modules():
+                for weight in bias.parameters() if isinstance(bias, RelativeBias) else ():
+                    nn.init.normal_(weight, std=start.std / inputs**0.5)
+        if isinstance(part, BIASED) and part.bias is not None:
             nn.init.zeros_(part.bias)
-        if isinstance(part, Pair):
-            nn.init.constant_(part.scale, part.config.scale)
-        elif isinstance(part, QueryPool):
-            nn.init.normal_(part.query, std=start.std)
+        _rarer(part, start)
     if start.scheme in ("clip", "siglip"):
         return {"clip": _clip, "siglip": _siglip}[start.scheme](model)
     layers = max((len(p.blocks) for p in model.modules() if isinstance(p, Stack)), default=layers)
     # after the matrices inside them
     for part in model.modules():
-        if isinstance(part, Stack) and start.scheme in ("gpt2", "modernbert"):
+        if isinstance(part, Stack) and start.scheme in ("gpt2", "modernbert", "nanochat"):
+            writes: tuple[str, ...] = ("wo.weight", "down.weight", "ffn.down")
+            writes = writes[:1] if start.scheme == "nanochat" else writes
             for name, weight in (x for block in part.blocks for x in block.named_parameters()):
-                if name.endswith(("wo.weight", "down.weight", "ffn.down")):
+                if name.endswith(writes):
                     nn.init.normal_(weight, std=start.std / (2 * len(part.blocks)) ** 0.5)
         if isinstance(part, (LMHead, LabelHead)) and start.scheme == "modernbert":
             for matrix in (getattr(part.dense, "weight", None), getattr(part, "weight", None)):
@@ -119,6 +121,8 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
                 nn.init.normal_(part.out.weight, std=part.out.in_features**-0.5)
         if isinstance(part, GroupedQueryAttention) and start.scheme == "t5":
             part.wq.weight.div_(part.d**0.5)
+        if isinstance(part, StateSpaceDual) and start.scheme == "mamba":
+            _matrix(part.wo.weight, Start("uniform"))
         # gpt-oss, whose they are
         if isinstance(part, GroupedQueryAttention) and part.sinks is not None:
             nn.init.normal_(part.sinks, std=start.std)
@@ -131,18 +135,25 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
                 nn.init.zeros_(getattr(part, name))
 
 
-def _latest(part: nn.Module, start: Start) -> None:
-    """Of Gemma 4 and DeepSeek-V4."""
-    if isinstance(part, (LayerTables, GroupedLinear, Mix)):
-        nn.init.normal_(part.weight, std=start.std)
-    if isinstance(part, (Mix, Compressor)):
-        nn.init.zeros_(part.bias)
-    if isinstance(part, CompressedAttention):
-        nn.init.zeros_(part.sinks)
-    if isinstance(part, Mix):
-        nn.init.ones_(part.scale)
+def _rarer(part: nn.Module, start: Start) -> None:
+    """Parts that few models have."""
     if isinstance(part, Gain):
         nn.init.ones_(part.weight)
+    elif isinstance(part, Mix):
+        nn.init.zeros_(part.bias)
+        nn.init.ones_(part.scale)
+    elif isinstance(part, Compressor):
+        nn.init.zeros_(part.bias)
+    elif isinstance(part, CompressedAttention):
+        nn.init.zeros_(part.sinks)
+    elif isinstance(part, LayerScale):
+        nn.init.constant_(part.weight, part.start)
+    elif isinstance(part, Pair):
+        nn.init.constant_(part.scale, part.config.scale)
+    elif isinstance(part, QueryPool):
+        nn.init.normal_(part.query, std=start.std)
+    elif isinstance(part, SoundEmbedding):
+        part.position.copy_(waves(*part.position.shape))
 
 
 def _clip(model: nn.Module) -> None:
@@ -212,7 +223,9 @@ def _matrix(weight: Tensor, start: Start) -> None:
         nn.init.normal_(weight, std=start.std / (inputs**0.5 if start.scheme == "t5" else 1))
 
 
-def _tables(part: TokenEmbedding | PositionVectors | PatchEmbedding, start: Start) -> None:
+def _tables(
+    part: TokenEmbedding | PositionVectors | DistanceVectors | PatchEmbedding, start: Start
+) -> None:
     std = 0.02 if start.scheme == "uniform" else start.std
     for name, table in part.named_parameters(recurse=False):
         nn.init.normal_(table, std=std)

@@ -29,7 +29,8 @@ def peft() -> Any:
 Peers = Callable[[str], Peer]
 # Every family, and what has other names in it: bare bodies, several layers of ours in one of theirs, labels.
 NAMES = [
-    *ONE_PER_FAMILY,
+    # Of Mamba it refuses the output, and has no name for a part of the input.
+    *(name for name in ONE_PER_FAMILY if name != "mamba2"),
     *("gpt2-body", "llama-body", "bert-body", "t5-body", "vit-no-pooler", "phi3-partial"),
     *("albert-groups", "bert-ForQuestionAnswering", "gpt2-ForTokenClassification"),
 ]
@@ -43,7 +44,9 @@ def modules(model: Any) -> dict[str, Any]:
     """Their names of the layers that may have LoRA. In a mixture PEFT takes names of feed-forwards for experts."""
     family, theirs, _ = hf.express(model, model.origin)
     steps, mixed = adapter._steps(model, family, theirs), hasattr(model.config, "tower")
-    mixed = mixed and any(ffn.kind == "moe" for ffn in model.config.tower.each("ffn"))
+    mixed = mixed and any(
+        getattr(ffn, "kind", "") == "moe" for ffn in model.config.tower.each("ffn")
+    )
     return {n: s for n, s in steps.items() if not mixed or "attn" in n}
 
 

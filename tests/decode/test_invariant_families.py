@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.attention import DSA, GQA, MLA, DeltaRule
+from regard.attention import DSA, GQA, MLA, SSD, DeltaRule
 from regard.decode.engine import Engine
 from regard.decode.settings import Request, Settings
 from regard.fast.invariant import invariant
@@ -28,6 +28,8 @@ PAIR = {**SMALL, "ffn_dim": 90, "heads": 4, "head_dim": 13}
 GROUPED = GQA(6, 2, 10, rope=Rope())
 WINDOW = GQA(4, 2, 10, rope=Rope(), window=20, sinks=True, softcap=4.0, qk_norm=1e-6)
 DELTA = DeltaRule(2, 4, 11, 9, conv=3)
+CHANNELS = DeltaRule(4, None, 11, 9, channels=True, rank=7, gate="sigmoid", reach=2.0)
+DUAL = SSD(6, 7, 2, 9, bias=True, least=0.01)
 LATENT = MLA(4, 22, 10, 6, query_latent=14, rope=Rope(layout="interleaved"))
 CHUNKED = GQA(6, 2, 10, rope=Rope(), chunk=12, qk_norm=1e-6, qk_norm_bare=True, clip=0.9)
 WARM = GQA(6, 2, 10, temperature=Temperature(5, 0.3, 1))
@@ -56,6 +58,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         "llama", **SMALL, attention=DSA(LATENT, 2, 8, 20, 4, True, "fp8"), ffn=FINE
     ),
     "delta": lambda: regard.build("llama", **DENSE, attention=(DELTA, DELTA)),
+    "delta_channels": lambda: regard.build("llama", **DENSE, attention=CHANNELS),
+    "ssd_gqa": lambda: regard.build("llama", **DENSE, attention=(DUAL, GROUPED)),
+    "ssd_alone": lambda: regard.build("llama", **SMALL, attention=DUAL, ffn=None),
     "delta_gqa": lambda: regard.build("llama", **DENSE, attention=(DELTA, GROUPED)),
     "elman": lambda: RecurrentConfig(VOCAB, 30, 2, "elman").make(),
     "gru_dot": lambda: RecurrentConfig(VOCAB, 30, 1, "gru", "scaled_dot").make(),

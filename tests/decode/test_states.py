@@ -14,8 +14,8 @@ from regard.models import Tokens, Transformer, TransformerConfig
 from tests.decode.tiny import Counted, answers, model, prompts, request, run
 from tests.laws.mechanisms import DIM, MECHANISMS, VOCAB, stir
 
-STATES = ["delta", "delta_gqa"]
-NAME = "delta_gqa"  # of the two the one that has pages
+STATES = ["delta", "delta_gqa", "delta_channels", "ssd_alone"]
+NAME = "delta_gqa"  # of them the one that has pages
 layouts = pytest.mark.parametrize("layout", ["contiguous", "paged"])
 
 

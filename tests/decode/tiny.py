@@ -22,6 +22,8 @@ from regard.position import Sinusoidal
 from tests.laws.mechanisms import DIM, VOCAB, decoder, stir
 
 DECODERS = ["gqa_rope", "window", "mla", "dsa_mla", "mixed", "delta", "delta_gqa"]
+# What tests of states ask for besides.
+STATES = ["delta_channels", "ssd_alone"]
 RECURRENT = ["gru", "lstm_attention"]
 PAIRS = ["pair", "twin", "captioner", "seq2seq", "seq2seq_plain"]
 MODELS = [*DECODERS, *RECURRENT, *PAIRS]
@@ -30,7 +32,7 @@ MODELS = [*DECODERS, *RECURRENT, *PAIRS]
 @functools.cache
 def model(name: str) -> Any:
     torch.manual_seed(0)
-    if name in DECODERS:
+    if name in (*DECODERS, *STATES):
         return decoder(name)
     tokens, ffn = Tokens(VOCAB, Sinusoidal(64)), MLP(20)
     encoder = Tower(DIM, 1, GQA(3), ffn, causal=False)

@@ -8,7 +8,17 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from regard.attention import DSA, GQA, MLA, SSD, Attention, Compressed, Context, DeltaRule
+from regard.attention import (
+    DSA,
+    GQA,
+    MLA,
+    SSD,
+    Attention,
+    Compressed,
+    Context,
+    DeltaRule,
+    Disentangled,
+)
 from regard.block import PerLayer, Streams, Tower
 from regard.layers import LM, MLP, Norm
 from regard.mask import Causal, Mask, Span
@@ -93,6 +103,8 @@ MECHANISMS: dict[str, Attention] = {
     # alone to 8 bits turns gradients by half their size.
     "delta": DeltaRule(key_heads=3, key_dim=9, value_dim=5, eps=0.3),
     "delta_grouped": DeltaRule(2, value_heads=6, key_dim=10, value_dim=7, conv=2, eps=0.3),
+    "disentangled": Disentangled(3, span=4, max_distance=9, norm=1e-3),
+    "disentangled_own": Disentangled(4, 5, span=3, max_distance=None, norm=None, shared=False),
     "delta_channels": DeltaRule(
         3, None, 9, 5, 3, 0.3, channels=True, rank=4, gate="sigmoid", reach=2.0
     ),
@@ -107,6 +119,11 @@ STATES = [name for name, config in MECHANISMS.items() if isinstance(config, (Del
 
 TOWERS: dict[str, dict] = {name: {"attention": a} for name, a in MECHANISMS.items()} | {
     "gqa_t5": {"attention": GQA(4, 2), "relative": T5Bias(4, 8, 16, causal=True)},
+    "gqa_t5_each": {
+        "attention": GQA(4, 2),
+        "relative": T5Bias(4, 8, 16, causal=True),
+        "relative_shared": False,
+    },
     "mqa_alibi": {"attention": GQA(6, 1), "relative": Alibi(6)},
     "alibi_coarse": {"attention": GQA(12, 1), "relative": Alibi(12, scale=0.7, coarse=True)},
     "mla_alibi": {"attention": MECHANISMS["mla"], "relative": Alibi(3)},

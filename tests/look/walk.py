@@ -50,6 +50,8 @@ SMALL = {
 }  # fmt: skip
 # Where a mistake in the last part of a block may show first, as far as a runner shows what it computes.
 END = ("feed-forward", "norm after feed-forward", "norm 3", "output")
+# The same of a block that has no feed-forward.
+ALONE = ("norm 1", "attention heads", "attention output", "output")
 
 
 # --- models -------------------------------------------------------------------------------------------------------
@@ -112,6 +114,9 @@ def changed_constant(model: Any, patch: pytest.MonkeyPatch) -> tuple[str, ...]:
         cell = next(m for m in model.modules() if isinstance(m, nn.RNNBase))
         cell.weight_hh_l0 *= 1.01
         return ("states",)
+    if block.ffn is None:
+        block.norm1.eps += 1e-3
+        return ALONE
     norm = block.norm3 or block.ffn.add.norm or block.norm1
     norm.eps += 1e-3
     return END
@@ -125,6 +130,9 @@ def dropped_term(model: Any, patch: pytest.MonkeyPatch) -> tuple[str, ...]:
         cell.weight_ih_l0[:, 0] = 0.0
         return ("states",)
     ffn = block.ffn
+    if ffn is None:
+        block.attention.wo.weight[..., ::4] = 0.0
+        return ALONE
     down = ffn.down if isinstance(ffn, MixtureOfExperts) else ffn.down.weight
     # Of a relu some are 0 anyway.
     down[..., ::4] = 0.0
@@ -150,7 +158,9 @@ def shifted_position(model: Any, patch: pytest.MonkeyPatch) -> tuple[str, ...] |
         override(words.position, "forward", lambda self, real, pos, *rest: real(pos + 1, *rest))
         return ("embedding",)
     if tower.relative is not None:
-        override(tower.relative, "forward", lambda self, real, q, k: real(q + 1, k))
+        each = tower.relative
+        for part in each if isinstance(each, nn.ModuleList) else (each,):
+            override(part, "forward", lambda self, real, q, k: real(q + 1, k))
         return ("before wo",)
     seen: tuple[str, ...] = ("attention q", "attention k", "k_rope", "read from the cache")
     for layer in {id(b.attention): b.attention for b in tower.blocks}.values():

@@ -43,6 +43,7 @@ from regard.checkpoint.families import (
     llama,
     newest,
     older,
+    rotary_encoders,
     seq2seq,
     speech,
 )
@@ -57,6 +58,7 @@ _FILES: tuple[ModuleType, ...] = (
     hybrid,
     experts,
     encoders,
+    rotary_encoders,
     images,
     seq2seq,
     dense,

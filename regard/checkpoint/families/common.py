@@ -98,6 +98,7 @@ HEAD_TENSORS = {
     "lm": {"lm_head.{weight,bias}": "head.{weight,bias}"},
     "classify": SCORE,
     "tag": SCORE,
+    "answer": {"qa_outputs.*": "head.out.*"},
 }
 
 ROTARY = GQA(1, 1, 1, rope=Rope())

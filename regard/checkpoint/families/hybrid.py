@@ -191,7 +191,7 @@ def _olmo_value_dim(hf: Data) -> int:
 
 
 def _olmo_linear(hf: Data, layer: int) -> bool:
-    last = hf["num_hidden_layers"] - 1
+    last = hf.get("num_hidden_layers", 0) - 1
     return layer % 4 < 3 and not (layer == last < 3)
 
 
@@ -363,14 +363,16 @@ def _check_expand(theirs: Data, _: Data) -> None:
 
 
 def _write_expand(ours: Data, theirs: Data) -> None:
-    tower = ours["tower"]
-    wide = tower["attention"]["heads"] * tower["attention"]["head_dim"]
-    if wide % tower["dim"]:
-        raise rules.wrong(
-            f"heads * head_dim is {wide}; it must be a multiple of dim={tower['dim']}"
-        )
-    if theirs.get("expand", 2) != wide // tower["dim"]:
-        theirs["expand"] = wide // tower["dim"]
+    if rules.need(ours, "tower.attention.kind") != "ssd":
+        raise rules.wrong("a mamba2 model has states alone")
+    dim, *both = (
+        rules.need(ours, f"tower.{at}") for at in ("dim", "attention.heads", "attention.head_dim")
+    )
+    wide = math.prod(both)
+    if wide % dim:
+        raise rules.wrong(f"heads * head_dim is {wide}; it must be a multiple of dim={dim}")
+    if theirs.get("expand", 2) != wide // dim:
+        theirs["expand"] = wide // dim
 
 
 def _limit(theirs: Data) -> tuple[float, float]:
@@ -395,7 +397,7 @@ def _write_limit(ours: Data, theirs: Data) -> None:
 
 MAMBA2 = Family(
     name="mamba2", base="backbone.",
-    blank=TransformerConfig(Tokens(1), Tower(1, 1, SSD(1), None, norm=Norm(1e-5, rms=True))),
+    blank=TransformerConfig(Tokens(1), Tower(1, 1, SSD(1, steps=(1e-3, 0.1)), None, norm=Norm(1e-5, rms=True))),
     heads={"Mamba2ForCausalLM": LM(), "Mamba2Model": None},
     config=dict(
         vocab_size=Key("embedding.vocab"), hidden_size=Key("tower.dim"), num_hidden_layers=Key("tower.layers"),
@@ -420,6 +422,126 @@ MAMBA2 = Family(
         },
     },
     head_tensors={"lm": {"lm_head.weight": "head.weight"}}, spellings={r"\.embedding\.": ".embeddings."},
-    start=Start(std=0.1),
+    start=Start("mamba", 0.1),
     presets={"mamba-codestral-7b": dict(vocab_size=32768, hidden_size=4096, num_hidden_layers=64)},
+)  # fmt: skip
+
+# --- Granite 4: Mamba 2 and attention by turns, experts beside what all tokens use ----------------------------------
+
+
+def _granite_head(theirs: Data) -> int:
+    width = theirs.get("mamba_d_head", "auto")
+    inner = (theirs.get("mamba_expand") or 2) * theirs["hidden_size"]
+    return inner // theirs.get("mamba_n_heads", 128) if width in ("auto", None) else width
+
+
+def _read_granite_states(theirs: Data, ours: Data) -> None:
+    heads, width = theirs.get("mamba_n_heads", 128), _granite_head(theirs)
+    wide = (theirs.get("mamba_expand") or 2) * theirs["hidden_size"]
+    if heads * width != wide:
+        raise rules.wrong(
+            f"mamba_expand * hidden_size is {wide}; it must be mamba_n_heads * mamba_d_head"
+        )
+    rules.put(ours, "tower.attention.1.heads", heads)
+    rules.put(ours, "tower.attention.1.head_dim", width)
+
+
+def _write_granite_states(ours: Data, theirs: Data) -> None:
+    dual, dim = ours["tower"]["attention"][1], ours["tower"]["dim"]
+    if dual is None:
+        return
+    wide = dual["heads"] * dual["head_dim"]
+    if wide % dim:
+        raise rules.wrong(f"heads * head_dim is {wide}; it must be a multiple of dim={dim}")
+    theirs.setdefault("hidden_size", dim)
+    for key, value, missing in (
+        ("mamba_n_heads", dual["heads"], 128),
+        ("mamba_expand", wide // dim, 2),
+    ):
+        if theirs.get(key, missing) != value:
+            theirs[key] = value
+    if _granite_head(theirs) != dual["head_dim"]:
+        theirs["mamba_d_head"] = dual["head_dim"]
+
+
+def _granite_rope() -> Group:
+    """position_embedding_type says whether there is a RoPE."""
+    at = "tower.attention.0.rope"
+    group = rules.rope_at(at)
+
+    def read(theirs: Data, ours: Data) -> None:
+        kind = theirs.get("position_embedding_type")
+        if kind == "rope":
+            group.reader(theirs, ours)
+        else:
+            rules.put(ours, at, None)
+
+    def write(ours: Data, theirs: Data) -> None:
+        turns = rules.get(ours, at)
+        if turns is rules.ABSENT:
+            return
+        if turns is not None:
+            group.writer(ours, theirs)
+        if (turns is not None) != (theirs.get("position_embedding_type") == "rope"):
+            theirs["position_embedding_type"] = None if turns is None else "rope"
+
+    return replace(
+        group, names=(*group.names, "position_embedding_type"), reader=read, writer=write
+    )
+
+
+def _write_granite_experts(kinds: list[str], sparse: Data | None, theirs: Data, said: bool) -> None:
+    if len(set(kinds)) > 1:
+        raise rules.wrong("all layers have experts, or none")
+    if sparse is None and not said:
+        theirs["num_local_experts"] = 0
+
+
+_STATES = "attention.a_log"
+_DIVIDED = (lambda n: 1 / n, lambda gain: round(1 / gain, 12))
+GRANITE_MOE_HYBRID = llama_like(
+    "granitemoehybrid", decoder_heads("GraniteMoeHybrid", labels=False),
+    (GQA(1, 1, 1, rope=Rope(), scale=1.0), SSD(1)), (SWIGLU, MoE(1, 1, 1, shared=1, shared_dim=1)),
+    keys=dict(
+        rms_norm_eps=Key("tower.norm.eps tower.attention.eps", 1e-6), is_causal=rules.Fixed(True, null=False),
+        num_attention_heads=Key("tower.attention.0.heads"), attention_bias=BIASED,
+        head_dim=Key("tower.attention.0.head_dim", lambda hf: hf["hidden_size"] // hf["num_attention_heads"]),
+        attention_multiplier=Key("tower.attention.scale", 1.0),
+        embedding_multiplier=Key("embedding.token_gain", 1.0), residual_multiplier=Key("tower.residual_gain", 1.0),
+        logits_scaling=Key("head.logit_gain", 1.0, _DIVIDED), rope_parameters=_granite_rope(),
+        intermediate_size=Key("tower.ffn.1.ffn_dim"), num_experts_per_tok=Key("tower.ffn.1.active", 2),
+        shared_intermediate_size=Key("tower.ffn.0.ffn_dim tower.ffn.1.shared_dim", 1024),
+        num_local_experts=Key("tower.ffn.1.experts", 8),
+        mamba_n_heads=Group(
+            ("mamba_n_heads", "mamba_d_head", "mamba_expand"), _read_granite_states, _write_granite_states,
+        ),
+        mamba_n_groups=Key("tower.attention.groups", 1), mamba_d_state=Key("tower.attention.key_dim", 256),
+        mamba_d_conv=Key("tower.attention.conv", 4), mamba_conv_bias=Key("tower.attention.conv_bias", True),
+        mamba_proj_bias=Key("tower.attention.1.bias", False),
+        time_step_limit=Group(("time_step_limit",), _read_limit, _write_limit),
+        layer_types=rules.by_layer(
+            "attention", "layer_types", _WORDS, lambda *_: True, lambda one: one["kind"] == "ssd"
+        ),
+        kinds=rules.by_layer(
+            "ffn", "", ("dense", "sparse"), lambda hf, _: hf.get("num_local_experts", 8) > 0, rules.is_moe,
+            ["num_local_experts"], _write_granite_experts,
+        ),
+        # The convolution's too.
+        **fixed(hidden_act="silu"),
+    ),
+    inert="mamba_chunk_size output_router_logits router_aux_loss_coef", aliases=dict(layers_block_type="layer_types"),
+    layer={
+        **NORMS, "self_attn.{q,k,v,o}_proj.*": To("attention.w{q,k,v,o}.*", unless=_STATES),
+        "mamba.{A_log,D,dt_bias,norm.weight}": "attention.{a_log,skip,dt_bias,norm.weight}",
+        "mamba.conv1d.weight": To("attention.taps", tensors.TAPS), "mamba.conv1d.bias": "attention.tap_bias",
+        "mamba.in_proj.*": To("attention.w{z,v,k,q,a}.*", tensors.JOINED),
+        "mamba.out_proj.*": To("attention.wo.*", needs=_STATES),
+        "shared_mlp.input_linear.weight": To("ffn.{gate,up}.weight", tensors.JOINED),
+        "shared_mlp.input_linear.*": To("ffn.shared.{gate,up}.*", tensors.JOINED),
+        "shared_mlp.output_linear.weight": "ffn.down.weight",
+        "shared_mlp.output_linear.*": "ffn.shared.down.*",
+        "block_sparse_moe.router.layer.weight": "ffn.router.weight",
+        "block_sparse_moe.input_linear.weight": To("ffn.{gate,up}", tensors.GATE_UP),
+        "block_sparse_moe.output_linear.weight": "ffn.down",
+    },
 )  # fmt: skip
