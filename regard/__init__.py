@@ -32,11 +32,12 @@ _HOME = {
     "regard.layers": "LM MLM MLP NORMS Answer BatchNorm Classify Norm Tag",
     "regard.see.look": "look",
     "regard.see.probe": "Probe",
-    "regard.mask": "Causal Documents Full Padding Prefix Span Visible Window",
+    "regard.mask": "Causal Chunk Documents Full Padding Prefix Span Visible Window",
     "regard.models": "Canvas EncoderDecoderConfig Model PainterConfig Patches RecurrentConfig Seq2SeqConfig Tokens "
     "TransformerConfig",
     "regard.moe": "MoE",
-    "regard.position": "POSITIONS RELATIVE SCALINGS Alibi Learned Linear Llama3 Rope Sinusoidal T5Bias Yarn",
+    "regard.position": "POSITIONS RELATIVE SCALINGS Alibi Learned Linear Llama3 Rope Sinusoidal T5Bias "
+    "Temperature Yarn",
     "regard.fast.cpu": "prepare",
     "regard.decode.settings": "Request Result Settings",
     "regard.decode.engine": "Engine",

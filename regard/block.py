@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from regard.attention import Attention, Context, CrossAttention
 from regard.attention.multihead import GroupedQueryAttention
+from regard.attention.protocol import Mechanism
 from regard.cache import CacheSpec
 from regard.config import (
     Amount,
@@ -267,6 +268,7 @@ class Tower:
     streams: Streams | None = None  # several, mixed around each part (DeepSeek-V4)
     # width of what leaves it, by a linear layer without a bias (OPT 350M); default: dim
     out_dim: Count | None = None
+    relative_shared: bool = True  # False: each layer has a bias of its own (UMT5)
     kind: str = "tower"
 
     def __post_init__(self) -> None:
@@ -436,7 +438,7 @@ def _at(ctx: Context, cache: Any, layer: int, site: str) -> Context:
 
 
 class Stack(nn.Module):
-    """The blocks of a tower, its shared relative bias and its last norm. (b t m) -> (b t m)."""
+    """The blocks of a tower, its relative bias and its last norm. (b t m) -> (b t m)."""
 
     def __init__(self, config: Tower):
         super().__init__()
@@ -450,6 +452,9 @@ class Stack(nn.Module):
         )
         if not c.first_norm:
             blocks[0].norm1 = None
+        first: dict[Any, Mechanism] = {}
+        for block in blocks.values():
+            block.attention.join(first.setdefault(block.attention.config, block.attention))
         for i in range(c.layers - c.borrowing, c.layers):
             lender = c.lender(i)
             assert lender is not None
@@ -461,7 +466,11 @@ class Stack(nn.Module):
         tables = c.per_layer
         self.mix = None if c.streams is None else Mix(c.streams, c.dim, last=True)
         self.tables = None if tables is None else LayerTables(tables, c.dim, c.layers)
-        self.relative = c.relative.make() if c.relative else None
+        self.relative: nn.Module | None = None
+        if c.relative is not None and c.relative_shared:
+            self.relative = c.relative.make()
+        elif c.relative is not None:
+            self.relative = nn.ModuleList(c.relative.make() for _ in range(c.layers))
         self.norm = c.norm.make(c.dim) if c.final_norm else None
         self.out = nn.Linear(c.dim, c.out_dim, bias=False) if c.out_dim else None
         self.dropout = nn.Dropout(c.dropout if c.end_dropped else 0.0)
@@ -490,6 +499,8 @@ class Stack(nn.Module):
             if drop and self.training and drop > torch.rand([]):
                 continue
             self_ctx = _at(ctx, self_cache, i, f"{ctx.site}{i}.self")
+            if isinstance(self.relative, nn.ModuleList):
+                self_ctx.relative = self.relative[i]
             cross_ctx = cross and _at(cross, cross_cache, i, f"{ctx.site}{i}.cross")
             x = block(x, self_ctx, cross_ctx)
         x = x if self.mix is None else self.mix.end(x)

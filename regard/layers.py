@@ -24,13 +24,18 @@ class Norm:
     rms: bool = False  # RMSNorm
     biased: bool = True  # a LayerNorm
     plus_one: bool = False  # by 1 + w (Gemma, Nemotron)
+    weighted: bool = True  # False: multiplied by nothing (OLMo, nanochat)
     kind: str = "norm"
 
     def __post_init__(self) -> None:
         if self.rms and not self.biased:
             raise UsageError("norm.biased: an RMS norm has no bias; leave it out")
+        if not self.weighted and (self.plus_one or (self.biased and not self.rms)):
+            raise UsageError("norm.weighted: without a weight give biased=False, and no plus_one")
 
     def make(self, dim: int) -> nn.Module:
+        if not self.weighted:
+            return UnitNorm(self.eps, centred=not self.rms)
         if self.rms:
             return RMSNorm(dim, self.eps, self.plus_one)
         kind = PlusOneNorm if self.plus_one else nn.LayerNorm
@@ -136,15 +141,30 @@ class PlusOneNorm(nn.LayerNorm):
 
 
 class UnitNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps): an RMSNorm without a weight, the mean in float32 (Llama 4)."""
+    """x / sqrt(mean(x^2) + eps): an RMSNorm without a weight, the mean in float32 (Llama 4, Gemma 4); `centred`: the
+    mean is taken from x first, as a LayerNorm without a weight does (OLMo)."""
 
-    def __init__(self, eps: float):
+    def __init__(self, eps: float, centred: bool = False):
         super().__init__()
-        self.eps = eps
+        self.eps, self.centred = eps, centred
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return F.rms_norm(wide, x.shape[-1:], None, self.eps).to(x.dtype)
+        norm = F.layer_norm if self.centred else F.rms_norm
+        return norm(wide, x.shape[-1:], eps=self.eps).to(x.dtype)
+
+
+class HeadNorm(nn.Module):
+    """A LayerNorm of each head (b t h d), by a weight of its own and without a bias, in float32 (Cohere)."""
+
+    def __init__(self, heads: int, dim: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(heads, dim)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        normed = F.layer_norm(x.to(wide), x.shape[-1:], eps=self.eps)
+        return (normed * self.weight.to(wide)).to(x.dtype)
 
 
 class Gain(nn.Module):
@@ -314,15 +334,15 @@ class LM:
     tied: bool = True  # the embedding is the head's matrix
     bias: bool = False  # on the logits
     scaled: bool = False  # hidden times dim^-0.5 first (T5 v1.0)
-    logit_gain: Positive = 1.0  # hidden times it first (Granite)
     trained: bool = True  # the bias; BART and Marian keep theirs as it was loaded
     logit_softcap: Positive | None = None  # logits are c tanh(z / c)
+    logit_gain: Positive = 1.0  # hidden times it first (Granite)
     kind: str = "lm"
 
 
 @settings
 class MLM:
-    """Masked language model: norm(act(W h)), then the vocabulary with a bias (BERT)."""
+    """Masked language model: norm(act(W h)), or h if not `transformed`, then the vocabulary with a bias (BERT)."""
 
     tied: bool = True  # the embedding is the head's matrix
     activation: str = "gelu"  # after the dense layer
@@ -330,6 +350,7 @@ class MLM:
     norm_bias: bool = True  # of that norm
     dense_bias: bool = True  # of the dense layer
     vocab_bias: bool = True  # on the logits
+    transformed: bool = True  # False: the vocabulary reads hidden states as they are (EuroBERT)
     kind: str = "mlm"
 
 
@@ -340,18 +361,21 @@ DenseNorm = Annotated[Norm, Needs("dense", such="gelu")]
 class Classify:
     """One label for the whole: out(act(dense h)) of one token, or out(h) without `dense`. An encoder is read at its
     first token, as the mean of all, or as "both": the first token beside the mean of the others (DINOv2); a causal
-    tower at its last real one, which alone has seen all. `distilled`: the mean of that and of a second `out` on the
-    second token, which learned from a teacher (DeiT)."""
+    tower at its last real one, which alone has seen all; "each": every token is labelled, and the mean of that counts
+    (EuroBERT). `distilled`: the mean of that and of a second `out` on the second token, which learned from a teacher
+    (DeiT)."""
 
     labels: Count  # classes
     dense: str | None = "tanh"  # activation of a layer before `out`; none: no such layer
-    token: Annotated[str, Choice(("first", "last", "mean", "both"))] = "first"  # which one is read
+    # which one is read
+    token: Annotated[str, Choice(("first", "last", "mean", "both", "each"))] = "first"
     bias: bool = True  # of `out`
     distilled: bool = False  # a second `out` (DeiT)
     dropout: Fraction | None = None  # before `out`; None as for MLP
     dropped_twice: bool = False  # `dropout` before `dense` too (RoBERTa)
     dense_bias: bool = True  # of the layer before `out`
     norm: DenseNorm | None = None  # after `dense` (ModernBERT)
+    dense_dropout: Fraction = 0.0  # before `dense` (DeBERTa)
     kind: str = "classify"
 
     def __post_init__(self) -> None:
@@ -412,12 +436,16 @@ class LMHead(nn.Module):
         super().__init__()
         c, width = config, width or dim
         self.config = c
-        if width != dim and not isinstance(c, MLM):
-            why = f"embedding.width={width} is not dim={dim}: an LM head has no layer between them"
+        if width != dim and not (isinstance(c, MLM) and c.transformed):
+            why = f"embedding.width={width} is not dim={dim}: this head has no layer between them"
             raise UsageError(f"{why}; leave embedding.width out, or choose an MLM head")
-        self.dense = nn.Linear(dim, width, bias=c.dense_bias) if isinstance(c, MLM) else None
-        self.act = activation(c.activation) if isinstance(c, MLM) else None
-        self.norm = Norm(c.norm_eps, biased=c.norm_bias).make(width) if isinstance(c, MLM) else None
+        self.dense, self.act, self.norm = None, None, None
+        if isinstance(c, MLM) and c.transformed:
+            self.dense, self.act = (
+                nn.Linear(dim, width, bias=c.dense_bias),
+                activation(c.activation),
+            )
+            self.norm = Norm(c.norm_eps, biased=c.norm_bias).make(width)
         self.weight = None if c.tied else nn.Parameter(torch.empty(vocab, width))
         if self.weight is not None:
             nn.init.normal_(self.weight, std=0.02)
@@ -473,9 +501,10 @@ class LabelHead(nn.Module):
             token = self.config.token
             if token == "both":
                 h = torch.cat([h[:, 0], h[:, 1:].mean(1)], -1)
-            else:
+            elif token != "each":
                 h = h.mean(1) if token == "mean" else h[:, 0 if token == "first" else -1]
             h = self.dropout(h) if self.config.dropped_twice else h
+            h = F.dropout(h, self.config.dense_dropout, self.training)
         if self.dense is not None and self.act is not None:
             h = self.act(self.dense(h))
         h = h if self.norm is None else self.norm(h)

@@ -22,7 +22,12 @@ class MoE:
     `gain`. With `groups`, only the best `active_groups` groups of experts are looked at (a group's score: its best
     expert, or the sum of its two best with sigmoid). `corrected` adds a bias to the choice, not to the weights
     (DeepSeek-V3). `bias` is on the router and inside every expert; with `limit` the gate stays below it, up within it,
-    and 1 is added to up (gpt-oss)."""
+    and 1 is added to up (gpt-oss). `weigh_input`: a weight is on what an expert reads, E_e(g_e x).
+
+    `mixer`: experts are chosen one after the other (SparseMixer-v2, arXiv:2409.12136). With logits s of those that are
+    left, m the largest, g is their softmax over s_e > m - 2 mixer max(|s_e|, m). Evaluation takes the best; training
+    draws one by g, and a third of the weight counts where it is not the best, but for one time in four: so the gradient
+    of g is one of the choice too."""
 
     experts: Count  # how many there are
     active: Annotated[Count, AtMost("experts")]  # how many a token uses
@@ -41,6 +46,11 @@ class MoE:
     corrected: bool = False  # a bias on the choice, which keeps the balance
     bias: bool = False  # on the router and inside every expert
     limit: Positive | None = None  # bounds of gate and up (gpt-oss)
+    # experts whose scores make that of a group; default: 1, or 2 with sigmoid
+    group_best: Count | None = None
+    weigh_input: bool = False  # weights are on what experts read (Llama 4)
+    wide_router: bool = False  # its weight stays float32 in half precision (ERNIE 4.5)
+    mixer: Amount | None = None  # how near to the best a chosen expert may be (Phi-3.5-MoE)
     # eps: router, experts and shared ones read the stream by norms of their own, and the latter add by such (Gemma 4)
     normed: Amount | None = None
     gains: bool = False  # a trained number for each expert, which its weight is multiplied by
@@ -50,6 +60,10 @@ class MoE:
     kind: str = "moe"
 
     def __post_init__(self) -> None:
+        other = self.groups > 1 or self.corrected or self.gains or self.hashed
+        if self.mixer is not None and (other or self.score != "softmax"):
+            why = "ffn.mixer scores by softmax, without groups, a bias on the choice, gains or a table"
+            raise UsageError(f"{why}; leave these out")
         within = self.experts // self.groups * self.active_groups
         if self.active > within:
             raise UsageError(
@@ -74,14 +88,15 @@ class MixtureOfExperts(Renamed, nn.Module):
     gate_bias: Tensor | None
     up_bias: Tensor | None
     down_bias: Tensor | None
-    # Loading in half precision leaves it float32: its values lie so close that rounding them chooses other experts.
-    wide = ("correction", "table")
+    # Loading in half precision leaves these float32: so close that rounding them chooses other experts.
+    wide: tuple[str, ...]
 
     def __init__(self, config: MoE, dim: int, add: Add | None = None):
         super().__init__()
         c = config
         self.config, self.act = c, activation(c.activation)
         self.router = nn.Linear(dim, c.experts, bias=c.bias)
+        self.wide = ("correction", "table", *["router.weight"] * c.wide_router)
         zeros = torch.zeros(c.experts)
         self.correction = nn.Parameter(zeros, requires_grad=False) if c.corrected else None
         self.gate = nn.Parameter(torch.empty(c.experts, c.ffn_dim, dim))
@@ -111,6 +126,13 @@ class MixtureOfExperts(Renamed, nn.Module):
         # Tokens that chose each expert (E), over the micro-batches of a step.
         self.load: Tensor | None = None
 
+    @property
+    def special(self) -> str:
+        """Why no fast part can stand for this one, whatever it holds, or nothing."""
+        if self.config.mixer is not None:
+            return "its experts are chosen one after the other"
+        return "its weights are on what experts read" if self.config.weigh_input else ""
+
     def __getstate__(self) -> dict[str, Any]:
         """A copy starts with no record: tensors that carry a graph cannot be copied."""
         return {**self.__dict__, "routed": None}
@@ -124,12 +146,15 @@ class MixtureOfExperts(Renamed, nn.Module):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (n m) -> the chosen experts (n a) and their weights (n a), in float32 at least."""
-        c, score = self.config, self.score(x)
+        c = self.config
+        if c.mixer is not None:
+            return self.mixed(self.logits(x), c.mixer)
+        score = self.score(x)
         wish = score if self.correction is None else score + self.correction
         if c.groups > 1:
             grouped = wish.unflatten(-1, (c.groups, -1))  # n groups E/groups
-            top = 1 if c.score == "softmax" else min(2, grouped.shape[-1])
-            rank = grouped.topk(top, -1).values.sum(-1)
+            top = c.group_best or (1 if c.score == "softmax" else 2)
+            rank = grouped.topk(min(top, grouped.shape[-1]), -1).values.sum(-1)
             kept = torch.zeros_like(rank).scatter(1, self.choose(rank, c.active_groups), 1.0).bool()
             wish = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
         chosen = self.choose(wish, c.active)
@@ -159,6 +184,32 @@ class MixtureOfExperts(Renamed, nn.Module):
         if self.gains is not None:
             weight = weight * self.gains[chosen]
         return weight * c.gain
+
+    def mixed(self, logits: Tensor, near: float) -> tuple[Tensor, Tensor]:
+        """`route` by SparseMixer."""
+        left = logits
+        chosen: list[Tensor] = []
+        weight: list[Tensor] = []
+        for _ in range(self.config.active):
+            most = left.detach().amax(-1, keepdim=True)
+            far = (most - logits.detach()) / logits.detach().abs().clamp(min=most) > 2 * near
+            left = left.masked_fill(far, -torch.inf)
+            g = left.softmax(-1)
+            best = self.choose(left.detach(), 1)
+            e = best
+            if self.training:
+                # The largest logit with Gumbel noise is a draw by softmax.
+                noise = torch.empty_like(g).exponential_().log()
+                e = (left.detach() - noise).argmax(-1, keepdim=True)
+            w = g.gather(-1, e)
+            if self.training:
+                whole = (e == best) | (torch.rand_like(w) > 0.75)
+                w = w - w.detach() * torch.where(whole, 0.0, 2 / 3)
+            chosen, weight = [*chosen, e], [*weight, w]
+            left = logits.scatter(-1, torch.cat(chosen, -1), -torch.inf)
+        if self.training and torch.is_grad_enabled():
+            self._record(logits.softmax(-1), torch.cat(chosen, -1))
+        return torch.cat(chosen, -1), torch.cat(weight, -1) * self.config.gain
 
     def choose(self, scores: Tensor, k: int) -> Tensor:
         """Places (n k) of the k largest of each row, the largest first; of equal ones the first."""
@@ -203,7 +254,11 @@ class MixtureOfExperts(Renamed, nn.Module):
         out = torch.zeros_like(flat)
         for e in chosen.unique().tolist():
             token, place = (chosen == e).nonzero(as_tuple=True)
-            y = self.expert(flat[token], e) * weight[token, place, None]
+            rows, g = flat[token], weight[token, place, None]
+            if self.config.weigh_input:
+                y = self.expert(rows * g.to(rows.dtype), e)
+            else:
+                y = self.expert(rows, e) * g
             out.index_add_(0, token, y.to(out.dtype))
         return out.view_as(x)
 

@@ -133,7 +133,10 @@ def test_whole_number_serves_as_float() -> None:
 
 
 def test_unknown_kind_lists_the_known() -> None:
-    with pytest.raises(UsageError, match="attention.kind is 'flash'; known: delta, dsa, gqa, mla"):
+    with pytest.raises(
+        UsageError,
+        match="attention.kind is 'flash'; known: compressed, delta, disentangled, dsa, gqa, mla, ssd",
+    ):
         from_dict(TransformerConfig, bad(tower__attention__kind="flash"))
     with pytest.raises(UsageError, match=r"attention.kind is 'gq'; did you mean 'gqa'\?"):
         from_dict(TransformerConfig, bad(tower__attention__kind="gq"))
@@ -156,6 +159,11 @@ def test_dotted_name_may_leave_out_where_it_begins(preset: str) -> None:
     """attention.dropout as in a config file: of the tower, of every layer, of both towers, not of what is inside."""
     config = PRESETS[preset][1]()
     data = to_dict(config)
+    if data["kind"] == "pair":
+        changed = to_dict(customize(config, {"attention.dropout": 0.25}))
+        parts = [changed[part]["tower"]["attention"] for part in ("text", "image")]
+        assert [part["dropout"] for part in parts] == [0.25, 0.25]
+        return
     towers = [name for name in ("tower", "encoder", "decoder") if data.get(name)]
     if not all(_each(data[name], "attention") for name in towers) or not towers:
         with pytest.raises(UsageError, match="attention"):
@@ -225,10 +233,6 @@ def test_divisors_are_all_of_them() -> None:
         (lambda: GQA(8, 3), "kv_heads=3 must divide gqa.heads=8; choose one of .1, 2, 4, 8."),
         (lambda: GQA(5).make(24), "heads=5 does not divide dim=24; choose one of"),
         (lambda: MLA(5, latent=4).make(24), "heads=5 does not divide dim=24"),
-        (
-            lambda: MLA(4, latent=4, rope_dim=2),
-            "mla.rope_dim needs mla.rope; give it too, such as Rope.., or leave rope_dim out",
-        ),
         (
             lambda: MLA(4, latent=4, rope=Rope()),
             "mla.rope needs mla.rope_dim; give it too, such as 32",

@@ -204,6 +204,7 @@ def test_classify_reads_the_last_token_where_it_says_so() -> None:
     assert head.out.bias is None
     torch.testing.assert_close(head(h), h[:, -1] @ head.out.weight.T)
     with pytest.raises(
-        UsageError, match="token = 'lst' is unknown; did you mean 'last'. known: first, last, mean"
+        UsageError,
+        match="token = 'lst' is unknown; did you mean 'last'. known: each, first, last, mean",
     ):
         Classify(3, token="lst")

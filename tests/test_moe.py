@@ -8,6 +8,7 @@ from torch import Tensor
 
 from regard.attention import GQA
 from regard.block import Tower
+from regard.checkpoint.hf import cast
 from regard.errors import UsageError
 from regard.fast.train import checkpointed
 from regard.layers import LM
@@ -243,3 +244,78 @@ def test_bias_goes_against_the_load_of_all_micro_batches() -> None:
         assert layer.load is None
     update_bias(whole, 0.01)
     assert torch.equal(routers(whole)[0].correction, expected[0])
+
+
+# --- SparseMixer --------------------------------------------------------------------------------------------------
+
+
+def test_mixer_weighs_each_choice_among_those_that_are_near_it() -> None:
+    """By hand: 2.0 meets 1.9 alone, as 1 is more than 2 * 0.1 * 2 below it; then 1.9 is alone."""
+    chosen, weight = router([1.0, 2.0, 1.9, -3.0], active=2, mixer=0.1)
+    assert chosen == [1, 2]
+    close(weight, [torch.tensor([2.0, 1.9]).softmax(-1)[0].item(), 1.0])
+
+
+def test_mixer_refuses_groups_and_a_bias_on_the_choice() -> None:
+    for more in (dict(groups=2, active_groups=1), dict(corrected=True)):
+        with pytest.raises(UsageError, match=r"ffn.mixer scores by softmax"):
+            MoE(4, 2, 4, mixer=0.1, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("luck", [0.5, 0.9])
+def test_mixer_in_training_is_that_of_transformers(
+    luck: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is chosen, with which weights and which gradient, where both draw the same numbers."""
+    modeling = pytest.importorskip("transformers.models.phimoe.modeling_phimoe")
+    moe, draw = MoE(6, 2, 4, mixer=0.3).make(8).train(), torch.Generator()
+
+    def exponential(x: Tensor) -> Tensor:
+        return x.copy_(-torch.rand(x.shape, generator=draw).clamp(min=1e-6).log())
+
+    monkeypatch.setattr(torch.Tensor, "exponential_", exponential)
+    monkeypatch.setattr(torch.Tensor, "uniform_", lambda x, *_: x)
+    monkeypatch.setattr(torch, "rand_like", lambda x: torch.full_like(x, luck))
+    x, found = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)), []
+    weigh = torch.randn(64, 2, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        moe.router.weight.copy_(torch.randn(6, 8, generator=torch.Generator().manual_seed(2)))
+    for theirs in (False, True):
+        draw.manual_seed(3)
+        moe.zero_grad()
+        if theirs:
+            weight, chosen = modeling.sparsemixer(moe.router(x), 0.3, True)
+        else:
+            chosen, weight = moe.route(x)
+        (weight * weigh).sum().backward()
+        found.append((chosen, weight.detach(), moe.router.weight.grad.clone()))
+    assert torch.equal(found[0][0], found[1][0])
+    # Theirs counts 0.3333 of a weight, ours a third.
+    torch.testing.assert_close(found[0][1:], found[1][1:], rtol=2e-4, atol=1e-6)
+    moe.eval()
+    best = moe.route(x)[0]
+    assert not torch.equal(best, found[0][0])
+
+
+def test_groups_are_ranked_by_so_many_of_their_best() -> None:
+    """Of two groups the first has the best expert, the second the two that are best together."""
+    logits = [3.0, 0.0, 2.5, 2.4]
+    for best, group in ((1, [0, 1]), (2, [2, 3])):
+        chosen, _ = router(logits, active=2, groups=2, active_groups=1, group_best=best)
+        assert chosen == group
+
+
+def test_weight_on_the_input_is_what_an_expert_reads() -> None:
+    moe = MoE(3, 1, 5, "relu2", score="sigmoid", normalized=False, weigh_input=True).make(4)
+    x = torch.randn(2, 7, 4)
+    chosen, weight = moe.route(x.flatten(0, 1))
+    rows = [moe.expert(x.flatten(0, 1)[i] * weight[i], int(chosen[i, 0])) for i in range(14)]
+    torch.testing.assert_close(moe(x).flatten(0, 1), torch.stack(rows))
+
+
+def test_wide_router_stays_float32_in_half_precision() -> None:
+    for wide, kind in ((True, torch.float32), (False, torch.bfloat16)):
+        tower = Tower(16, 1, GQA(2), MoE(4, 2, 8, wide_router=wide))
+        model = cast(Transformer(TransformerConfig(Tokens(9), tower, LM())), torch.bfloat16)
+        assert model.tower.blocks[0].ffn.router.weight.dtype == kind
+        assert model(torch.tensor([[1, 2, 3]])).isfinite().all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import wave
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import regard
+from regard.cli.main import main
 from regard.data.sound import Spectra, mel_filters, read_wav, resample
 from regard.decode.generate import transcribe
 from regard.decode.speech import opening
@@ -176,3 +178,60 @@ def test_texts_are_those_of_transformers(generation: dict[str, Any], asked: dict
         if not asked:
             (plain,) = regard.generate(model, each)
             assert plain.ids == want
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that speaks three languages, in windows of 0.18 s."""
+    folder = tmp_path_factory.mktemp("speech") / "whisper"
+    speaker(**SPOKEN).save_pretrained(folder)
+    said = {"feature_size": 7, "hop_length": 160, "chunk_length": 0.18}
+    (folder / "preprocessor_config.json").write_text(json.dumps(said))
+    write_wav(folder.parent / "long.wav", sine(440, 44100, 0.5), 44100)
+    return folder
+
+
+def test_long_recording_is_read_window_by_window(home: Path, capsys: Any) -> None:
+    file = home.parent / "long.wav"
+    assert main(["transcribe", str(home), str(file), "--json", "--language", "de"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["start"], row["end"]) for row in rows] == [(0, 0.18), (0.18, 0.36), (0.36, 0.5)]
+    model = regard.load(home)
+    windows, seconds = Spectra(model.config.source, model.origin).file(file)
+    assert seconds == 0.5 and len(windows) == 3
+    want = [r.ids for r in transcribe(model, windows, language="de", task="transcribe")]
+    assert [row["ids"] for row in rows] == want
+    # Without a tokenizer ids are printed.
+    assert main(["transcribe", str(home), str(file), "--language", "de", "--rows", "2"]) == 0
+    assert capsys.readouterr().out.splitlines() == [" ".join(map(str, ids)) for ids in want]
+
+
+@pytest.mark.parametrize(
+    "arguments, code, words",
+    [
+        (["nothing.wav"], 4, "nothing.wav"),
+        (["text.wav"], 4, "is not a wav file of whole numbers .*ffmpeg -i"),
+        (["long.wav", "--language", "xx"], 2, "language 'xx' is unknown; known: de, en, haw"),
+        (["long.wav", "--rows", "0"], 2, "rows"),
+        (["-"], 2, "a recording is read from a file"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(
+    arguments: list[str], code: int, words: str, home: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(home.parent)
+    Path("text.wav").write_text("no sound")
+    assert main(["transcribe", "whisper", *arguments]) == code
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1 and re.search(words, said), said
+
+
+def test_model_that_does_not_hear_is_refused(home: Path, tmp_path: Path, capsys: Any) -> None:
+    CASES["vit"].make().save_pretrained(tmp_path)
+    assert main(["transcribe", str(tmp_path), str(home.parent / "long.wav")]) == 2
+    assert "does not read sound" in capsys.readouterr().err
+    assert main(["generate", str(home), "hello"]) == 2
+    assert "reads sound: regard transcribe" in capsys.readouterr().err

@@ -34,7 +34,7 @@ def tiny(name: str, **more: Any) -> regard.Model:
     has = set_somewhere(to_dict(PRESETS[name][1]()))
     changes = {key: value for key, value in TINY.items() if key in has}
     # Dense ones first, attention last.
-    if "deepseek" in name or "next" in name or "hybrid" in name:
+    if any(word in name for word in ("deepseek", "next", "hybrid", "glm-4.5")):
         changes["layers"] = 4
     if "mamba" in name:
         changes["groups"] = 2

@@ -10,6 +10,7 @@ from typing import Annotated
 from regard.attention.compressed import Compressed
 from regard.attention.core import BACKENDS, Terms, attend, check_backend, softmax, weights
 from regard.attention.delta import DeltaRule
+from regard.attention.disentangled import Disentangled
 from regard.attention.latent import MLA
 from regard.attention.multihead import GQA
 from regard.attention.online import online
@@ -22,7 +23,7 @@ from regard.config import Kinds
 BACKENDS |= {"online": online, "ordered": ordered}
 Mechanisms = dict[str, type[MechanismConfig]]
 ATTENTION: Mechanisms = {"gqa": GQA, "mla": MLA, "dsa": DSA, "delta": DeltaRule, "ssd": SSD}
-ATTENTION |= {"compressed": Compressed}
+ATTENTION |= {"compressed": Compressed, "disentangled": Disentangled}
 CROSS: Mechanisms = {"gqa": GQA, "mla": MLA}
 
 # As fields of configs name them.
@@ -31,5 +32,5 @@ CrossAttention = Annotated[MechanismConfig, Kinds(CROSS)]
 
 __all__ = [
     "ATTENTION", "BACKENDS", "CROSS", "DSA", "GQA", "MLA", "SSD", "Attention", "Compressed", "Context",
-    "CrossAttention", "DeltaRule", "Terms", "attend", "check_backend", "softmax", "weights",
+    "CrossAttention", "DeltaRule", "Disentangled", "Terms", "attend", "check_backend", "softmax", "weights",
 ]  # fmt: skip

@@ -204,7 +204,7 @@ class CompressedAttention(Mechanism):
         self.add = add or Add()
 
     def cache_spec(self) -> CacheSpec:
-        shapes = {"k": (1, self.d)}
+        shapes: dict[str, tuple[int, ...]] = {"k": (1, self.d)}
         for name, part in self.compressors.items():
             shapes |= {name + key: (part.bias.shape[1],) for key in ("c", "z")}
         return CacheSpec(token=shapes, turned=None)
@@ -250,7 +250,8 @@ class CompressedAttention(Mechanism):
 
     def core_attention(self, q: Any, kept: Entries, mask: Seen, ctx: Context, bias: Bias) -> Tensor:
         assert isinstance(mask, Visible)
-        (queries, latent, x), k, seen, probe = q, kept["k"], mask, ctx.watch()
+        (queries, latent, x), k, probe = q, kept["k"], ctx.watch()
+        seen: Seen = mask
         if self.compressor is not None:
             rate = self.compressor.rate
             windows = ctx.bound(("windows", rate), mask.k, lambda: Windows.of(mask.k, rate))

@@ -14,7 +14,7 @@ from regard.cache import CacheSpec
 from regard.config import Amount, Count, Fraction, Needs, Whole, settings
 from regard.errors import UsageError
 from regard.layers import Add, RMSNorm
-from regard.position import Rope, turned
+from regard.position import Rope, Temperature, turned
 
 
 @settings
@@ -41,6 +41,7 @@ class MLA:
     out_bias: bool = False  # on the output
     window: Count | None = None  # as of GQA
     dropout: Fraction = 0.0  # of attention weights, in training
+    temperature: Temperature | None = None  # as of GQA
     kind: str = "mla"
 
     def make(self, dim: int, memory_dim: int | None = None, add: Add | None = None) -> Mechanism:
@@ -74,6 +75,10 @@ class LatentAttention(Mechanism):
         self.wo = nn.Linear(self.h * self.e, dim, bias=c.out_bias)
         self.add = add or Add()
 
+    @property
+    def special(self) -> str:  # type: ignore[override]
+        return "it has a temperature" if self.config.temperature else ""
+
     def cache_spec(self) -> CacheSpec:
         rope = {"k_rope": (self.r,)} if self.r else {}
         turns = turned("k_rope", self.config.rope if self.r else None)
@@ -100,10 +105,10 @@ class LatentAttention(Mechanism):
     def queries(self, c_q: Tensor, ctx: Context) -> Tensor:
         """b t h (d + r), the last r turned to their positions."""
         q = self.w_uq(c_q).unflatten(-1, (self.h, self.d + self.r))
-        if not self.r:
-            return q
-        nope, rope = q.split([self.d, self.r], -1)
-        return torch.cat([nope, ctx.rotate(rope, self.config.rope)], -1)
+        if self.r:
+            nope, rope = q.split([self.d, self.r], -1)
+            q = torch.cat([nope, ctx.rotate(rope, self.config.rope)], -1)
+        return ctx.tempered(q, self.config.temperature)
 
     def entries(self, x: Tensor, ctx: Context) -> Entries:
         """What a token leaves behind: its normalised latent (b t c) and its turned rotary key (b t r)."""

@@ -23,7 +23,7 @@ from regard.config import (
     settings,
 )
 from regard.errors import UsageError
-from regard.layers import Add, RMSNorm, UnitNorm
+from regard.layers import Add, HeadNorm, RMSNorm, UnitNorm
 from regard.mask import Span, Visible
 from regard.position import Rope, Temperature, turned
 
@@ -49,25 +49,26 @@ class GQA:
     value_dim: Count | None = None  # width of a value head; default: head_dim
     rope: Rope | None = None  # rotary positions
     bias: bool = False  # on q, k, v
-    key_bias: bool = True  # on k too, where q and v have one (Whisper: no)
     out_bias: bool = False  # on the output
     qk_norm: Amount | None = None  # eps of an RMS norm on each query and key head
-    # after they are turned (HunYuan)
-    qk_norm_last: Annotated[bool, EPS, *ALONE] = False
     qk_norm_whole: Annotated[bool, EPS] = False  # on all heads at once (OLMo 2)
     qk_norm_plus_one: Annotated[bool, EPS] = False  # by 1 + w (Gemma 3)
-    qk_norm_bare: Annotated[bool, EPS] = False  # without a weight (Llama 4)
     window: Count | None = None  # a query sees this many tokens at most, itself among them
-    chunk: Count | None = None  # a query sees its own run of this many positions alone (Llama 4)
     dropout: Fraction = 0.0  # of attention weights, in training
     scale: Real | None = None  # default: 1 / sqrt(head_dim)
     softcap: Positive | None = None  # scores are c tanh(s / c)
     sinks: bool = False  # one trained score per head for a key without a value
     gated: bool = False  # each head's output by a sigmoid of x (Qwen3-Next)
-    clip: Positive | None = None  # q, k and v are kept between it and -it before they turn (OLMoE)
-    temperature: Temperature | None = None  # queries grow with their positions (Llama 4)
+    key_bias: bool = True  # on k too, where q and v have one (Whisper: no)
+    qk_norm_last: Annotated[bool, EPS, *ALONE] = False  # after they are turned (HunYuan)
+    qk_norm_bare: Annotated[bool, EPS] = False  # without a weight (Llama 4)
     v_norm: Amount | None = None  # eps of an RMS norm without weights on each value head (Gemma 4)
     value_is_key: bool = False  # a value is its key, before norms and positions (Gemma 4)
+    chunk: Count | None = None  # a query sees its own run of this many positions alone (Llama 4)
+    clip: Positive | None = None  # q, k and v are kept between it and -it before they turn (OLMoE)
+    temperature: Temperature | None = None  # queries grow with their positions (Llama 4)
+    # a LayerNorm, by weights of its own for each head (Cohere)
+    qk_norm_by_head: Annotated[bool, EPS] = False
     kind: str = "gqa"
 
     @property
@@ -120,11 +121,13 @@ class GroupedQueryAttention(Mechanism):
         self.sinks = nn.Parameter(torch.zeros(self.h)) if c.sinks else None
         self.add = add or Add()
 
-    def _norm(self, heads: int) -> RMSNorm | UnitNorm | None:
+    def _norm(self, heads: int) -> RMSNorm | UnitNorm | HeadNorm | None:
         c = self.config
         width = heads * self.d if c.qk_norm_whole else self.d
         if c.qk_norm is None:
             return None
+        if c.qk_norm_by_head:
+            return HeadNorm(heads, self.d, c.qk_norm)
         if c.qk_norm_bare:
             return UnitNorm(c.qk_norm)
         return RMSNorm(width, c.qk_norm, c.qk_norm_plus_one)
@@ -167,7 +170,7 @@ class GroupedQueryAttention(Mechanism):
         q = ctx.rotate(self.as_heads(q, self.q_norm), self.config.rope)
         return ctx.tempered(q, self.config.temperature)
 
-    def as_heads(self, x: Tensor, norm: RMSNorm | UnitNorm | None) -> Tensor:
+    def as_heads(self, x: Tensor, norm: RMSNorm | UnitNorm | HeadNorm | None) -> Tensor:
         """(b t nd) -> (b t n d), normed and clipped."""
         if norm is not None and self.config.qk_norm_whole:
             return self.clipped(norm(x).unflatten(-1, (-1, self.d)))
@@ -228,7 +231,7 @@ class GroupedQueryAttention(Mechanism):
 class NormedLast(GroupedQueryAttention):
     """Queries and keys are turned, then normed."""
 
-    def as_heads(self, x: Tensor, norm: RMSNorm | UnitNorm | None) -> Tensor:
+    def as_heads(self, x: Tensor, norm: RMSNorm | UnitNorm | HeadNorm | None) -> Tensor:
         return super().as_heads(x, None)
 
     def as_queries(self, q: Tensor, ctx: Context) -> Tensor:

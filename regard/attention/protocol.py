@@ -98,7 +98,7 @@ class Context:
         relative = self.relative
         # Of documents in a row each has places of its own.
         q = self.pos.absolute
-        return self.bound("bias", k_pos, lambda: relative(q, k_pos.absolute))
+        return self.bound(("bias", relative), k_pos, lambda: relative(q, k_pos.absolute))
 
     def bound(self, key: Any, k_pos: Span, make: Callable[[], Any]) -> Any:
         """What `make` gives for these very keys, made once a call for all layers that read them."""
@@ -203,6 +203,10 @@ class Mechanism(Renamed, nn.Module):
     def project_out(self, o: Tensor, residual: Tensor | None = None) -> Tensor:
         """Output projection, and what a block adds to its stream."""
         return self.add(self.wo(o.flatten(2)), residual)
+
+    def join(self, first: Mechanism) -> None:
+        """Shares with the first layer of a tower, which has the same config, the weights that all of them have in
+        common, where a mechanism has such."""
 
     def cache_spec(self) -> CacheSpec:
         raise NotImplementedError

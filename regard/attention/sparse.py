@@ -44,11 +44,13 @@ class DSA:
     index_heads: Count  # H
     index_dim: Count  # D
     topk: Count  # keys that a query chooses
-    # leading index features turned by attention.rope, half-split
+    # leading index features turned by attention.rope
     rope_dim: Annotated[Whole, Needs("attention.rope", such="Rope()")] = 0
     # Turn q and k by an orthogonal matrix: same scores, flatter numbers for fp8.
     hadamard: bool = False
     precision: Annotated[str, Choice(("exact", "fp8"))] = "exact"  # or "fp8"
+    # how these turn: half-split (DeepSeek), or in pairs of neighbours (GLM)
+    rope_layout: Annotated[str, Choice(("half", "interleaved"))] = "half"
     kind: str = "dsa"
 
     def __post_init__(self) -> None:
@@ -106,7 +108,7 @@ class Indexer(nn.Module):
 
     def turned(self, x: Tensor, ctx: Context) -> Tensor:
         r = self.config.rope_dim
-        turned = ctx.rotate(x[..., :r], self.config.attention.rope, "half")
+        turned = ctx.rotate(x[..., :r], self.config.attention.rope, self.config.rope_layout)
         return torch.cat([turned, x[..., r:]], -1)
 
     def scores(self, q: Tensor, k: Tensor, x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 from regard.checkpoint import hf
 from regard.checkpoint.rules import Family
 from regard.checkpoint.store import check_converted, header, replacing, write_carried, write_json
-from regard.checkpoint.tensors import Step
+from regard.checkpoint.tensors import Step, choices
 from regard.config import from_dict, to_dict
 from regard.errors import UsageError, nearest, notice
 from regard.files import read_files, read_json, resolve_model
@@ -281,11 +281,19 @@ def _steps(model: Model, family: Family | None, theirs: dict[str, Any]) -> dict[
     linears = {n.removesuffix(".base") for n in adapt.body_linears(model)}
     bare = family is not None and family.heads[theirs["architectures"][0]] is None
     prefix = family.base if family is not None and bare else ""
-    return {
-        _modern(step.theirs[0].removesuffix(".weight").removeprefix(prefix), family): step
-        for step in hf.plan(model, family)
-        if step.ours[0].removesuffix(".weight") in linears and len(step.theirs) == 1
-    }
+    found = {}
+    for step in hf.plan(model, family):
+        if step.ours[0].removesuffix(".weight") not in linears or len(step.theirs) != 1:
+            continue
+        name = step.theirs[0].removesuffix(".weight").removeprefix(prefix)
+        names = choices(_modern(name, family))
+        if len(names) == 1:
+            found[names[0]] = step
+            continue
+        # Stored in one, and layers of their own in their modules.
+        for name, ours, shape in zip(names, step.ours, step.shapes, strict=True):
+            found[name] = Step([f"{name}.weight"], [ours], [shape])
+    return found
 
 
 def _modern(name: str, family: Family | None) -> str:

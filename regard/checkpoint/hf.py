@@ -24,8 +24,9 @@ from regard.checkpoint import quantised, store
 from regard.checkpoint.blame import Looked, blaming, naming, said
 from regard.checkpoint.families import FAMILIES, INERT, MULTIMODAL
 from regard.checkpoint.multimodal import language_model
+from regard.checkpoint.nested import Nested
 from regard.checkpoint.quantised import Packing
-from regard.checkpoint.rules import Data, Family, Nested, check_kinds, get, put, wrong
+from regard.checkpoint.rules import Data, Family, check_kinds, get, put, wrong
 from regard.checkpoint.store import FLOATS, Source
 from regard.checkpoint.tensors import SAME, Step, steps
 from regard.config import from_dict, to_dict

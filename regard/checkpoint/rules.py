@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from regard.checkpoint.nested import Nested
 from regard.checkpoint.tensors import To, Weights, choices, written_out
 from regard.errors import UsageError
 from regard.models.init import Start
@@ -154,41 +155,6 @@ def fixed(**only: Any) -> dict[str, ConfigRule]:
     return {name: Fixed(value) for name, value in only.items()}
 
 
-@dataclass(frozen=True)
-class Nested:
-    """A key that holds the keys of a part, for the part of ours at `place`. Null is an empty one; in older folders
-    `<key>_dict` has the last word."""
-
-    place: str
-    rules: Keys
-    inert: str = ""
-
-    @property
-    def keys(self) -> frozenset[str]:
-        names = (n for name, r in self.rules.items() for n in getattr(r, "names", (name,)))
-        return frozenset([*names, *self.inert.split()])
-
-    def part(self, name: str, theirs: Data) -> Data:
-        both = [theirs.get(key) or {} for key in (name, f"{name}_dict")]
-        for key, value in zip((name, f"{name}_dict"), both, strict=True):
-            if not isinstance(value, dict):
-                raise wrong(f"{key} is {value!r:.60}; it must be an object")
-        return {**both[0], **both[1]}
-
-    def read(self, name: str, theirs: Data, ours: Data) -> None:
-        part = self.part(name, theirs)
-        for key, r in self.rules.items():
-            r.read(key, part, ours[self.place])
-
-    def write(self, name: str, ours: Data, theirs: Data) -> None:
-        part = self.part(name, theirs)
-        for key, r in reversed(self.rules.items()):
-            r.write(key, ours[self.place], part)
-        theirs[name] = part
-        if theirs.get(f"{name}_dict"):
-            theirs[f"{name}_dict"] = None
-
-
 ConfigRule = Key | Fixed | Group | Nested
 Keys = dict[str, ConfigRule]
 
@@ -197,17 +163,18 @@ Keys = dict[str, ConfigRule]
 _KINDS = {
     "true or false": """is_causal is_gated_act scale_decoder_outputs share_encoder_decoder_embeddings
     tie_word_embeddings use_sliding_window _remove_final_layer_norm alibi do_layer_norm_before multi_query
-    new_decoder_architecture parallel_attn use_swiglu_ffn""",
+    new_decoder_architecture parallel_attn use_swiglu_ffn use_qk_norm attn_temperature_tuning""",
     "a whole number": """decoder_sparse_step first_k_dense_replace full_attention_interval inner_group_num
     global_attn_every_n_layers head_dim local_attention max_position_embeddings max_window_layers n_group
     num_hidden_groups num_hidden_layers num_labels original_max_position_embeddings sliding_window
-    topk_group num_ln_in_parallel_attn word_embed_proj_dim no_rope_layer_interval""",
+    topk_group num_ln_in_parallel_attn word_embed_proj_dim no_rope_layer_interval attention_chunk_size
+    floor_scale interleave_moe_layer_step rotary_dim""",
     "a whole number or a word": "sliding_window_pattern",
     "a number": """classifier_dropout classifier_dropout_prob dropout global_rope_theta init_std
     initializer_factor initializer_range local_rope_theta mlp_ratio partial_rotary_factor qa_dropout
-    rope_local_base_freq rope_theta rotary_emb_base rotary_pct seq_classif_dropout""",
+    rope_local_base_freq rope_theta rotary_emb_base rotary_pct seq_classif_dropout attn_scale rms_norm_eps""",
     "an object": "id2label label2id rope_parameters rope_scaling",
-    "a list": "layer_types mlp_layer_types mlp_only_layers no_rope_layers",
+    "a list": "layer_types mlp_layer_types mlp_only_layers moe_layers no_rope_layers",
     "a word": "dense_act_fn feed_forward_proj topk_method",
 }
 _TYPES: Data = {"true or false": bool, "a whole number": int, "a number": int | float}
@@ -523,8 +490,11 @@ def experts_by_layer(first_dense: int) -> Group:
         return layer >= (theirs.get("first_k_dense_replace", first_dense) or 0)
 
     def write(kinds: list[str], _: Data | None, theirs: Data, said: bool) -> None:
+        if said and "mlp_layer_types" in theirs and "first_k_dense_replace" in theirs:
+            return
         theirs["first_k_dense_replace"] = [*kinds, "sparse"].index("sparse")
-        if "mlp_layer_types" in theirs or theirs["model_type"] == "deepseek_v32":
+        listed = theirs["model_type"] in ("deepseek_v32", "glm_moe_dsa")
+        if "mlp_layer_types" in theirs or listed:
             theirs["mlp_layer_types"] = kinds
 
     more = ("first_k_dense_replace",)
@@ -676,7 +646,8 @@ class Family:
     carried: tuple[str, ...] = ()
     # Other spellings in stored names, as patterns -> those that are written.
     spellings: Mapping[str, str] = field(default_factory=dict)
-    # Parts of names that transformers' modules have now, where weights are still stored by the old.
+    # Parts of names that transformers' modules have now, where weights are still stored by the old; {a,b} where
+    # several are stored in one.
     modules: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property

@@ -76,6 +76,20 @@ def in_turns(count: Callable[[Any], int]) -> Op:
     return Op(load, save)
 
 
+def halves_changed(kind: str) -> Op:
+    """Rows of queries or keys whose heads turn the other way round: their first half is our second."""
+
+    def change(tensors: list[Tensor], config: Any) -> list[Tensor]:
+        attention = next(a for a in config.tower.each("attention") if a.kind == kind)
+        half = attention.width(config.tower.dim) // 2
+        return [x.unflatten(0, (-1, 2, half)).flip(1).flatten(0, 2) for x in tensors]
+
+    return Op(
+        lambda theirs, _, config: change(theirs, config),
+        lambda ours, _, config: change(ours, config),
+    )
+
+
 # Conv1D of GPT-2, and the stacked experts of gpt-oss.
 TRANSPOSED = transposed(SAME)
 # The rows of several of ours in one of theirs.

@@ -157,10 +157,15 @@ MOST_PIXELS = 1 << 24
 
 
 def read_picture(
-    file: Path | bytes, size: int | None, channels: int | None, resample: int | None = None
+    file: Path | bytes,
+    size: int | None,
+    channels: int | None,
+    resample: int | None = None,
+    edge: int | None = None,
 ) -> np.ndarray:
     """Bytes (h w c) of a PNG or JPEG; c is 1 or 3, by the file unless `channels` says it. `resample` is the number of
-    Pillow's filter for scaling. A file's content is a stranger's: its kind and its size are looked at first."""
+    Pillow's filter for scaling. With `edge` the shorter side is made so long, and the middle is cut out. A file's
+    content is a stranger's: its kind and its size are looked at first."""
     library = needed("PIL.Image", "reading PNG and JPEG pictures", "pillow")
     sent = isinstance(file, bytes)
     opened: Any = io.BytesIO(file) if isinstance(file, bytes) else file
@@ -170,7 +175,14 @@ def read_picture(
                 raise ValueError(f"{picture.width} x {picture.height} pixels are too many")
             grey = picture.mode in ("1", "L") if channels is None else channels == 1
             picture = picture.convert("L" if grey else "RGB")
-            picture = picture if size is None else picture.resize((size, size), resample)
+            if size is not None and edge is not None:
+                short = min(picture.size)
+                sides = tuple(int(edge * side / short) for side in picture.size)
+                left, top = ((side - size) // 2 for side in sides)
+                picture = picture.resize(sides, resample)
+                picture = picture.crop((left, top, left + size, top + size))
+            elif size is not None:
+                picture = picture.resize((size, size), resample)
             return np.atleast_3d(np.asarray(picture, dtype=np.uint8))
     # A broken picture raises almost anything.
     except Exception as error:
@@ -183,15 +195,18 @@ def read_picture(
 
 class Pictures:
     """Pictures as a trained model reads them: scaled to its size, x / 255 minus mean over std. Those are 0.5, as in
-    training, unless preprocessor_config.json of the model's folder (`origin`) says otherwise."""
+    training, unless preprocessor_config.json of the model's folder (`origin`) says otherwise. Where it says so (CLIP,
+    DINOv2) the shorter side is scaled and the middle cut out, as large a part of the picture at any size."""
 
     def __init__(self, wanted: Patches, origin: Any):
         self.wanted = wanted
         self.mean, self.std, self.filter = normal_of(origin)
+        self.edge = edge_of(origin, wanted.size)
 
     def file(self, file: Path | bytes) -> Tensor:
         """(c h w) of a PNG or JPEG, or of its content."""
-        return self.tensor(read_picture(file, self.wanted.size, self.wanted.channels, self.filter))
+        wanted = self.wanted
+        return self.tensor(read_picture(file, wanted.size, wanted.channels, self.filter, self.edge))
 
     def array(self, file: Path) -> list[Tensor]:
         """Of bytes (n h w c) in an npy file; of an npz its array x, or the only one."""
@@ -227,4 +242,18 @@ def normal_of(origin: Any) -> tuple[np.ndarray, np.ndarray, int]:
         sides = [np.atleast_1d(np.array(side, np.float32)) for side in (mean, std)]
         return sides[0], sides[1], int(settings.get("resample", 3))
     except (ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"preprocessor_config.json is not as it should be: {error}") from None
+
+
+def edge_of(origin: Any, size: int) -> int | None:
+    """How long the shorter side is made before the middle of size x size is cut out; None where nothing is cut."""
+    try:
+        settings = json.loads(origin.files.get("preprocessor_config.json", b"{}"))
+        if not settings.get("do_center_crop"):
+            return None
+        short, crop = settings.get("size"), settings.get("crop_size", size)
+        short = short.get("shortest_edge") if isinstance(short, dict) else short
+        crop = crop["height"] if isinstance(crop, dict) else crop
+        return None if short is None else max(size, round(short * size / crop))
+    except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError) as error:
         raise DataError(f"preprocessor_config.json is not as it should be: {error}") from None

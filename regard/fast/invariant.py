@@ -47,6 +47,7 @@ from regard.kernels.linear import Packed, packs
 from regard.layers import (
     FeedForward,
     Gain,
+    HeadNorm,
     LabelHead,
     LayerScale,
     LMHead,
@@ -405,4 +406,4 @@ TABLE: dict[type, Replacement] = {
 # Parts with weights that need no change.
 TABLES = (TokenEmbedding, PatchEmbedding, PositionVectors, RelativeBias, nn.Embedding, LayerTables)
 # The cells run the weights of an RNNBase.
-STEADY = (*TABLES, RMSNorm, LayerScale, Gain, Compressor, nn.LayerNorm, nn.RNNBase)
+STEADY = (*TABLES, RMSNorm, HeadNorm, LayerScale, Gain, Compressor, nn.LayerNorm, nn.RNNBase)

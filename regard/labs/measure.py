@@ -269,7 +269,7 @@ def indexer(case: Case) -> Figures:
     for call in seen.calls.values():
         index, x, ctx, best = call.layer.indexer, call.x, call.ctx, dict[int, Any]()
         q, k = index.queries(call.layer.attention.query_input(x), ctx), index.keys(x, ctx)
-        visible = ctx.visible(ctx.pos, call.layer.config.window).rows(slice(0, x.shape[1]))[:, 0]
+        visible = call.layer.visible(ctx.pos, ctx).rows(slice(0, x.shape[1]))[:, 0]
         target = torch.cat(call.target, 1)
         target = target / target.sum(-1, keepdim=True)
         forms = {"exact": dots_exact(q, k), "fp8": fp8_dots(q, packed_fp8(k))}

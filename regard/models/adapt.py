@@ -108,7 +108,16 @@ def with_image_size(model: Model, size: int) -> Model:
     part.config, model.config = new, replace(model.config, **{places[0]: new})
     name, files = "preprocessor_config.json", getattr(model.origin, "files", {})
     if name in files:
-        both = {**json.loads(files[name]), "size": {"height": size, "width": size}}
+        both = json.loads(files[name])
+        sides, crop = {"height": size, "width": size}, both.get("crop_size")
+        if both.get("do_center_crop") and crop:
+            # The shorter side in proportion: as large a part is cut out.
+            short, part = (
+                x if isinstance(x, int) else max(x.values()) for x in (both["size"], crop)
+            )
+            both |= {"size": {"shortest_edge": round(short * size / part)}, "crop_size": sides}
+        else:
+            both["size"] = sides
         model.origin.files = {**files, name: json.dumps(both, indent=2).encode()}
     return model
 

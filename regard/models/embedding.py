@@ -24,12 +24,14 @@ class Tokens:
     position: Positions | None = None  # what is added for the place
     types: Whole = 0  # segment types (BERT: 2)
     scaled: bool = False  # times sqrt(dim)
-    token_gain: Positive = 1.0  # times it (Granite)
     norm: Norm | None = None  # of the sum
     dropout: Fraction = 0.0  # of the sum, in training
     width: Count | None = None  # of the table, where it is not the tower's
     # made as wide as the tower before anything is added, and without a bias (OPT 350M)
     widened_first: Annotated[bool, Needs("width", such="512")] = False
+    token_gain: Positive = 1.0  # of a token's row alone (Granite)
+    # id of a mask whose tokens count as dropped (ESM): see `spread`
+    dropped_id: Whole | None = None
     kind: str = "tokens"
 
     def make(self, dim: int) -> TokenEmbedding:
@@ -63,6 +65,8 @@ class TokenEmbedding(nn.Module):
     def forward(self, ids: Tensor, pos: Span, types: Tensor | None = None) -> Tensor:
         x = F.embedding(ids, self.weight)
         x = x * self.scale if self.scale != 1.0 else x
+        if self.config.dropped_id is not None:
+            x = self.spread(x, ids, pos)
         first = self.config.widened_first
         if self.project is not None and first:
             x = self.project(x)
@@ -72,6 +76,18 @@ class TokenEmbedding(nn.Module):
             x = x + self.position(pos.absolute, ids).to(x.dtype)
         x = self.dropout(x if self.norm is None else self.norm(x))
         return x if self.project is None or first else self.project(x)
+
+    def spread(self, x: Tensor, ids: Tensor, pos: Span) -> Tensor:
+        """Masked tokens are 0, and all others are multiplied by the share that was left in ESM's training (0.88), over
+        that which is left in their text: as dropout does it."""
+        places = pos.absolute.expand(ids.shape)
+        masked = (ids == self.config.dropped_id) & (places >= 0)
+        # Packed documents, which begin at 0 each, are texts of their own.
+        text = (places == 0).long().cumsum(-1)
+        none = torch.zeros(len(ids), ids.shape[1] + 1, device=ids.device)
+        gone, real = (none.scatter_add(1, text, m.float()) for m in (masked, places >= 0))
+        share = (1 - gone / real.clamp(min=1)).gather(1, text)[..., None]  # b t 1
+        return (x * torch.where(masked[..., None], 0, 0.88 / share)).to(x.dtype)
 
 
 @settings

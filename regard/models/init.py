@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.attention.compressed import CompressedAttention, Compressor, GroupedLinear
+from regard.attention.disentangled import DistanceVectors
 from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.ssd import StateSpaceDual
 from regard.block import LayerTables, Mix, Stack
@@ -15,6 +16,7 @@ from regard.config import Amount, settings
 from regard.layers import (
     FeedForward,
     Gain,
+    HeadNorm,
     LabelHead,
     LayerScale,
     LMHead,
@@ -40,6 +42,7 @@ class Start:
     "uniform": matrices lie within 1 / sqrt(inputs), tables have 1 / sqrt(dim) where the embedding multiplies by
     sqrt(dim), so that words and positions weigh alike. The paper of 2017 does not say; with Xavier's wider matrices
     small models of its kind learned worse (bench/LOG.md, Multi30k);
+    "nanochat": as "gpt2", but for the feed-forward;
     "deit": class tokens and positions are 0;
     "modernbert": as "gpt2", the dense layer of a head and its vocabulary too; of labels 1 / sqrt(dim);
     "mamba": what a state writes into the stream lies within 1 / sqrt(inputs);
@@ -55,6 +58,9 @@ def start_of(config: Any) -> Start:
     return Start("uniform" if getattr(tower, "order", "") == "post" else "gpt2")
 
 
+BIASED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.LayerNorm)
+
+
 @torch.no_grad()
 def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
     """Draw all weights anew, in place. Cells of recurrent models keep torch's own start. `layers`: of the body that a
@@ -64,12 +70,8 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
             _matrix(part.weight, start)
         elif isinstance(part, nn.Conv1d):
             _matrix(part.weight.flatten(1), start)
-        elif isinstance(part, SoundEmbedding):
-            part.position.copy_(waves(*part.position.shape))
-        elif isinstance(part, (nn.LayerNorm, RMSNorm)):
+        elif isinstance(part, (nn.LayerNorm, RMSNorm, HeadNorm)):
             nn.init.constant_(part.weight, 0.0 if getattr(part, "plus_one", False) else 1.0)
-        elif isinstance(part, LayerScale):
-            nn.init.constant_(part.weight, part.start)
         elif isinstance(part, TokenBatchNorm):
             for weight, value in (
                 (part.weight, 1.0),
@@ -87,41 +89,29 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
                 nn.init.ones_(part.gains)
         elif isinstance(part, (LayerTables, GroupedLinear, Mix)):
             nn.init.normal_(part.weight, std=start.std)
-            if isinstance(part, Mix):
-                nn.init.zeros_(part.bias)
-                nn.init.ones_(part.scale)
-        elif isinstance(part, Compressor):
-            nn.init.zeros_(part.bias)
-        elif isinstance(part, CompressedAttention):
-            nn.init.zeros_(part.sinks)
-        elif isinstance(part, Gain):
-            nn.init.ones_(part.weight)
-        elif isinstance(part, (TokenEmbedding, PositionVectors, PatchEmbedding)):
+        elif isinstance(part, (TokenEmbedding, PositionVectors, DistanceVectors, PatchEmbedding)):
             _tables(part, start)
         elif isinstance(part, LMHead) and part.weight is not None:
             wide = start.scheme == "uniform"
             nn.init.normal_(part.weight, std=part.weight.shape[1] ** -0.5 if wide else start.std)
-        elif isinstance(part, Stack) and isinstance(part.relative, RelativeBias):
+        elif isinstance(part, Stack) and part.relative is not None:
             inputs = part.config.dim if start.scheme == "t5" else 1
-            for weight in part.relative.parameters():
-                nn.init.normal_(weight, std=start.std / inputs**0.5)
-        if (
-            isinstance(part, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.LayerNorm))
-            and part.bias is not None
-        ):
+            for bias in part.relative.modules():
+                for weight in bias.parameters() if isinstance(bias, RelativeBias) else ():
+                    nn.init.normal_(weight, std=start.std / inputs**0.5)
+        if isinstance(part, BIASED) and part.bias is not None:
             nn.init.zeros_(part.bias)
-        if isinstance(part, Pair):
-            nn.init.constant_(part.scale, part.config.scale)
-        elif isinstance(part, QueryPool):
-            nn.init.normal_(part.query, std=start.std)
+        _rarer(part, start)
     if start.scheme in ("clip", "siglip"):
         return {"clip": _clip, "siglip": _siglip}[start.scheme](model)
     layers = max((len(p.blocks) for p in model.modules() if isinstance(p, Stack)), default=layers)
     # after the matrices inside them
     for part in model.modules():
-        if isinstance(part, Stack) and start.scheme in ("gpt2", "modernbert"):
+        if isinstance(part, Stack) and start.scheme in ("gpt2", "modernbert", "nanochat"):
+            writes: tuple[str, ...] = ("wo.weight", "down.weight", "ffn.down")
+            writes = writes[:1] if start.scheme == "nanochat" else writes
             for name, weight in (x for block in part.blocks for x in block.named_parameters()):
-                if name.endswith(("wo.weight", "down.weight", "ffn.down")):
+                if name.endswith(writes):
                     nn.init.normal_(weight, std=start.std / (2 * len(part.blocks)) ** 0.5)
         if isinstance(part, (LMHead, LabelHead)) and start.scheme == "modernbert":
             for matrix in (getattr(part.dense, "weight", None), getattr(part, "weight", None)):
@@ -136,10 +126,34 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
         # gpt-oss, whose they are
         if isinstance(part, GroupedQueryAttention) and part.sinks is not None:
             nn.init.normal_(part.sinks, std=start.std)
+        # ERNIE 4.5, likewise
+        if isinstance(part, MixtureOfExperts) and part.config.wide_router:
+            nn.init.zeros_(part.router.weight)
         if isinstance(part, MixtureOfExperts) and part.router.bias is not None:
             nn.init.normal_(part.router.bias, std=start.std)
             for name in ("gate_bias", "up_bias", "down_bias"):
                 nn.init.zeros_(getattr(part, name))
+
+
+def _rarer(part: nn.Module, start: Start) -> None:
+    """Parts that few models have."""
+    if isinstance(part, Gain):
+        nn.init.ones_(part.weight)
+    elif isinstance(part, Mix):
+        nn.init.zeros_(part.bias)
+        nn.init.ones_(part.scale)
+    elif isinstance(part, Compressor):
+        nn.init.zeros_(part.bias)
+    elif isinstance(part, CompressedAttention):
+        nn.init.zeros_(part.sinks)
+    elif isinstance(part, LayerScale):
+        nn.init.constant_(part.weight, part.start)
+    elif isinstance(part, Pair):
+        nn.init.constant_(part.scale, part.config.scale)
+    elif isinstance(part, QueryPool):
+        nn.init.normal_(part.query, std=start.std)
+    elif isinstance(part, SoundEmbedding):
+        part.position.copy_(waves(*part.position.shape))
 
 
 def _clip(model: nn.Module) -> None:
@@ -209,7 +223,9 @@ def _matrix(weight: Tensor, start: Start) -> None:
         nn.init.normal_(weight, std=start.std / (inputs**0.5 if start.scheme == "t5" else 1))
 
 
-def _tables(part: TokenEmbedding | PositionVectors | PatchEmbedding, start: Start) -> None:
+def _tables(
+    part: TokenEmbedding | PositionVectors | DistanceVectors | PatchEmbedding, start: Start
+) -> None:
     std = 0.02 if start.scheme == "uniform" else start.std
     for name, table in part.named_parameters(recurse=False):
         nn.init.normal_(table, std=std)

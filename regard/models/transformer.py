@@ -98,6 +98,8 @@ class Transformer(Model):
             h = base.last_real(h, lengths)[:, None]  # b 1 m
         if isinstance(head, Classify) and head.token == "mean":
             h = mean_real(h, lengths)[:, None]
+        if isinstance(head, Classify) and head.token == "each":
+            return mean_real(self.logits(h), lengths)
         if isinstance(head, Project):
             h = self.pooled(h, ids, lengths)
         if isinstance(head, Tag) and isinstance(self.embedding, PatchEmbedding):

@@ -141,7 +141,7 @@ class Seen:
             c_q = layer.attention.query_input(x)
         index_q, index_k = index.queries(c_q, self.ctx), index.keys(x, self.ctx)
         gate = index.weights(x)
-        mask = self.ctx.visible(self.ctx.pos, layer.config.window)
+        mask = layer.visible(self.ctx.pos, self.ctx)
         target = torch.cat(self.target, 1)
 
         def part(rows: slice, q: Tensor, k: Tensor, w: Tensor) -> Tensor:

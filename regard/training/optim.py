@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
+from regard.attention.disentangled import DistanceVectors
 from regard.config import (
     Amount,
     Choice,
@@ -118,7 +119,14 @@ class Schedule:
 
 # --- which parameter gets what ------------------------------------------------------------------------------------
 
-_TABLES = (TokenEmbedding, PatchEmbedding, PositionVectors, RelativeBias, nn.Embedding)
+_TABLES = (
+    TokenEmbedding,
+    PatchEmbedding,
+    PositionVectors,
+    RelativeBias,
+    DistanceVectors,
+    nn.Embedding,
+)
 
 
 def kinds(model: nn.Module) -> dict[str, str]:

@@ -21,7 +21,7 @@ from regard.checkpoint.rules import Fixed
 from regard.layers import Answer, Classify, Tag
 from regard.models.adapt import with_head
 from regard.models.init import initialize
-from tests.checkpoint.families import CASES, KEPT, Peer, at_tokens, batch, theirs
+from tests.checkpoint.families import CASES, KEPT, Peer, at_tokens, batch, theirs, written
 from tests.wide import wide
 
 Peers = Callable[[str], Peer]
@@ -43,7 +43,7 @@ def in_our_words(model: regard.Model, module: Any, given: dict[str, Tensor]) -> 
     family = FAMILIES[model.origin.family]
     stored = revert_weight_conversion(module, dict(given))
     base = "" if any(n.startswith(family.base) for n in stored) else family.base
-    named = {base + n: x for n, x in stored.items()}
+    named = {base + written(n): x for n, x in stored.items()}
     found: dict[str, Tensor] = {}
     for step in plan(model, family):
         if all(n in named for n in step.theirs):
@@ -117,7 +117,10 @@ def rates(config: Any) -> dict[str, float]:
     """A rate of its own for each of a config's dropouts."""
     family = FAMILIES[config.model_type]
     names = [n for n in sorted(family.keys | config.to_dict().keys()) if "drop" in n]
-    names = [n for n in names if not isinstance(family.config.get(n), Fixed)]
+    # ESM's token_dropout is a switch.
+    names = [
+        n for n in names if n != "token_dropout" and not isinstance(family.config.get(n), Fixed)
+    ]
     return {n: round(0.11 + 0.01 * i, 2) for i, n in enumerate(names) if "layerdrop" not in n}
 
 

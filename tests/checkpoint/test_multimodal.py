@@ -19,6 +19,9 @@ TEXT = dict(KV, num_hidden_layers=3, head_dim=6, pad_token_id=0)
 PICTURES = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=20)
 PICTURES |= dict(image_size=14, patch_size=7)
 PIXTRAL = dict(PICTURES, model_type="pixtral", head_dim=8)
+_TILES = dict(PICTURES, intermediate_size=64, image_size=28, vision_output_dim=32)
+_TILES |= dict(projector_input_dim=32, projector_output_dim=32)
+_CHUNKS = dict(num_local_experts=4, intermediate_size_mlp=22, attention_chunk_size=4)
 LM = "ForConditionalGeneration"
 # A class of theirs -> what its language model is, settings of both, the class that we save.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -28,6 +31,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "Gemma3Model": (dict(TEXT, sliding_window=4), PICTURES, "Gemma3TextModel"),
     f"Mistral3{LM}": (dict(TEXT, model_type="mistral"), PIXTRAL, "MistralForCausalLM"),
+    f"Llama4{LM}": (dict(TEXT, **_CHUNKS), _TILES, "Llama4ForCausalLM"),
 }  # fmt: skip
 
 
@@ -61,7 +65,7 @@ def test_language_model_answers_as_the_whole_does(name: str, tied: bool, tmp_pat
     module = make(name, tied)
     module.save_pretrained(tmp_path / "theirs")
     (tmp_path / "theirs" / "preprocessor_config.json").write_text("{}")
-    left = r"left out: multi_modal_projector \(\d tensors\), vision_tower \(\d+ tensors\)\. save"
+    left = r"left out: multi_modal_projector \(\d tensors\), vision_\w+ \(\d+ tensors\)\. save"
     with pytest.warns(Notice, match=left):
         model = regard.load(tmp_path / "theirs")
     assert_answers_as(module, model)

@@ -19,11 +19,14 @@ import regard
 from regard.checkpoint import hf
 from regard.checkpoint.families import FAMILIES
 from regard.checkpoint.quantised import QUANTISATIONS
+from regard.decode.engine import Engine
+from regard.decode.settings import Request, Settings
 from regard.errors import Notice
 from regard.fast.cuda import quantised as cuda_quantised
 from regard.kernels.packed import PackedLinear
 from regard.models.init import initialize
 from tests.checkpoint.spoil import configure, refused
+from tests.kernels.plain import answer, served
 from tests.wide import wide
 
 Tensors = dict[str, torch.Tensor]
@@ -217,13 +220,19 @@ def llm_int8(rng: random.Random, n: int, k: int) -> Made:
 
 def tensors_group(**weights: Any) -> dict[str, Any]:
     weights = {"num_bits": 8, "type": "int", "symmetric": True} | weights
-    return {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    return {"group_0": {"targets": ["Linear"], "weights": weights}}
 
 
 def llm(form: str, **weights: Any) -> dict[str, Any]:
+    """What llm-compressor writes; products of numbers that are not packed round activations, too."""
     groups = tensors_group(**weights)
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups,
-            "ignore": ["lm_head", "re:.*never"], "quantization_status": "compressed"}  # fmt: skip
+    kind = weights.get("type", "int")
+    rounds = {"num_bits": 8, "type": kind, "strategy": "token", "dynamic": True, "symmetric": True}
+    groups["group_0"]["input_activations"] = None if form == "pack-quantized" else rounds
+    return {
+        "quant_method": "compressed-tensors", "format": form, "config_groups": groups,
+        "ignore": ["lm_head", "re:.*never"], "quantization_status": "compressed",
+    }  # fmt: skip
 
 
 @dataclass
@@ -461,6 +470,24 @@ def test_prepared_model_has_the_numbers_of_its_folder(
         assert ("as the folder packs" in fast.explain()) == (kind == form.exact)
 
 
+@pytest.mark.parametrize("made", ["fbgemm"], indirect=True)
+def test_graph_over_a_folders_numbers_gives_its_tokens(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, where no product is rounded; the head, which the folder has whole, stays so."""
+    monkeypatch.setattr(cuda_quantised, "SMALL", 0)
+    monkeypatch.setattr(cuda_quantised.Quantise, "head", lambda maker, head: maker.copy(head))
+    with pytest.warns(Notice, match="packed weights"):
+        model = regard.load(made[1], dtype=FULL)
+    fast = cuda_quantised.quantised(model, "fp8")
+    assert sum(isinstance(m, PackedLinear) for m in fast.modules()) == 7
+    asked = [Request([3, 5, 7][:n], Settings(max_new_tokens=12)) for n in (1, 2, 3)]
+    want = served(Engine(model, runner="torch", rows=3), asked)
+    for row, (found, meant) in enumerate(zip(answer(fast, asked, 3), want, strict=True)):
+        assert found.ids == meant.ids and len(found.ids) > 1, row
+        assert found.logprobs == pytest.approx(meant.logprobs, abs=1e-4)
+
+
 @pytest.mark.parametrize("made", ["ct-int4-32"], indirect=True)
 def test_what_was_changed_is_rounded_again(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_quantised, "SMALL", 0)
@@ -584,6 +611,26 @@ def test_transformers_unpacks_mxfp4_the_same(experts: Any) -> None:
     for name in names:
         meant = mxfp4.convert_moe_packed_tensors(stored[name + "_blocks"], stored[name + "_scales"])
         assert torch.equal(found[name], meant), name
+
+
+@pytest.mark.parametrize("made", ["fp8-wide-blocks", "fp8-tensor"], indirect=True)
+def test_transformers_model_of_an_fp8_folder_gives_the_same(made: Any) -> None:
+    same_as_transformers(made[1])
+
+
+def test_transformers_model_of_an_mxfp4_folder_gives_the_same(experts: Any) -> None:
+    same_as_transformers(experts[0])
+
+
+def same_as_transformers(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    other = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=BRAIN).eval().float()
+    ids = torch.tensor([[1, 2, 3, 4, 5]])
+    with torch.no_grad():
+        found, meant = read(folder).float()(ids), other(ids).logits
+    assert meant.abs().max() > 0.1
+    torch.testing.assert_close(found, meant, atol=1e-6, rtol=1e-5)
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from tests.wide import crossed, wide
 
 FAMILIES = [
     "gpt2", "llama-mqa", "mistral", "mixtral", "qwen2", "qwen3", "deepseek-v2", "deepseek-v3",
-    "deepseek-v32-sparse", "t5", "bart", "marian", "mbart", "m2m-100",
+    "deepseek-v32-sparse", "phimoe", "llama4-chunked", "mistral4", "glm-moe-dsa", "t5", "bart", "marian",
+    "mbart", "m2m-100", "bloom", "falcon-alibi", "gpt-neo", "opt-narrow-words", "xglm",
 ]  # fmt: skip
 NEW = 9
 EARLY = {"first": True, "heuristic": False, "never": "never"}

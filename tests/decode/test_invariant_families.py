@@ -18,7 +18,7 @@ from regard.decode.settings import Request, Settings
 from regard.fast.invariant import invariant
 from regard.models import RecurrentConfig, Seq2SeqConfig
 from regard.moe import MoE
-from regard.position import Rope
+from regard.position import Rope, Temperature
 from tests.wide import wide
 
 VOCAB, SIDE = 120, 12
@@ -31,6 +31,9 @@ DELTA = DeltaRule(2, 4, 11, 9, conv=3)
 CHANNELS = DeltaRule(4, None, 11, 9, channels=True, rank=7, gate="sigmoid", reach=2.0)
 DUAL = SSD(6, 7, 2, 9, bias=True, least=0.01)
 LATENT = MLA(4, 22, 10, 6, query_latent=14, rope=Rope(layout="interleaved"))
+CHUNKED = GQA(6, 2, 10, rope=Rope(), chunk=12, qk_norm=1e-6, qk_norm_bare=True, clip=0.9)
+WARM = GQA(6, 2, 10, temperature=Temperature(5, 0.3, 1))
+WEIGHED = MoE(6, 2, 19, shared=1, score="sigmoid", normalized=False, weigh_input=True)
 FINE = MoE(
     12, 3, 19, shared=1, score="sigmoid", groups=4, active_groups=2, gain=2.5, corrected=True
 )
@@ -42,6 +45,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "mla": lambda: regard.build("llama", **DENSE, attention=LATENT),
     "mixtral": lambda: regard.build("llama", **SMALL, attention=GROUPED, ffn=MoE(8, 2, 23)),
     "deepseek": lambda: regard.build("llama", **SMALL, attention=LATENT, ffn=FINE),
+    "llama4": lambda: regard.build(
+        "llama", **SMALL, attention=(CHUNKED, WARM), ffn=WEIGHED, residual_gain=0.7, logit_gain=0.5
+    ),
+    "mixer": lambda: regard.build(
+        "llama", **SMALL, attention=GROUPED, ffn=MoE(7, 2, 23, mixer=0.2)
+    ),
     "dsa_gqa": lambda: regard.build("llama", **DENSE, attention=DSA(GROUPED, 3, 9, 11, rope_dim=4)),
     "dsa_window": lambda: regard.build("llama", **DENSE, attention=DSA(WINDOW, 3, 9, 50)),
     "dsa_mla": lambda: regard.build("llama", **DENSE, attention=DSA(LATENT, 2, 8, 20, rope_dim=4)),

@@ -8,12 +8,30 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from regard.attention import DSA, GQA, MLA, SSD, Attention, Compressed, Context, DeltaRule
+from regard.attention import (
+    DSA,
+    GQA,
+    MLA,
+    SSD,
+    Attention,
+    Compressed,
+    Context,
+    DeltaRule,
+    Disentangled,
+)
 from regard.block import PerLayer, Streams, Tower
 from regard.layers import LM, MLP, Norm
 from regard.mask import Causal, Mask, Span
 from regard.models import Tokens, Transformer, TransformerConfig
-from regard.position import Alibi, LongRope, Proportional, Rope, Sinusoidal, T5Bias
+from regard.position import (
+    Alibi,
+    LongRope,
+    Proportional,
+    Rope,
+    Sinusoidal,
+    T5Bias,
+    Temperature,
+)
 
 DIM, VOCAB = 24, 19
 TIGHT = {
@@ -39,6 +57,12 @@ MECHANISMS: dict[str, Attention] = {
     "qk_norm": GQA(heads=3, qk_norm=1e-6, rope=Rope(), head_dim=6, scale=0.7),
     "qk_norm_whole": GQA(heads=6, kv_heads=2, head_dim=4, qk_norm=1e-6, qk_norm_whole=True),
     "qk_norm_plus_one": GQA(heads=3, qk_norm=1e-6, qk_norm_plus_one=True, rope=Rope(), head_dim=6),
+    "qk_norm_bare": GQA(
+        heads=3, qk_norm=1e-6, qk_norm_bare=True, rope=Rope(), head_dim=6, scale=0.7
+    ),
+    "clip": GQA(heads=4, kv_heads=2, head_dim=6, rope=Rope(), clip=0.8),
+    "chunk": GQA(heads=6, kv_heads=3, head_dim=4, rope=Rope(), chunk=4),
+    "temperature": GQA(heads=3, head_dim=6, rope=Rope(), temperature=Temperature(3, 0.6, 1)),
     "value_is_key": GQA(4, 2, head_dim=6, value_is_key=True, qk_norm=1e-6, v_norm=1e-6, rope=_SOME),
     "longrope": GQA(heads=3, head_dim=8, rope=Rope(partial=0.5, scaling=_LONG, wide=True)),
     "mla": _LATENT,
@@ -47,12 +71,15 @@ MECHANISMS: dict[str, Attention] = {
     "mla_no_positions": MLA(3, latent=10, head_dim=6, rope_dim=4),
     "mla_wide_value": MLA(3, latent=8, head_dim=5, value_dim=9, query_latent=8, normed=False),
     "mla_window": MLA(3, latent=10, head_dim=6, rope_dim=4, rope=Rope(), window=5),
+    "mla_temperature": MLA(3, 10, 6, 4, rope=Rope(), temperature=Temperature(2, 0.8)),
     # the indexer is told positions, by RoPE or by sinusoids: equal tokens would tie but for rounding
     "dsa_mla": DSA(_LATENT, index_heads=2, index_dim=8, topk=3, rope_dim=4),
     "dsa_gqa": DSA(_GROUPED, index_heads=3, index_dim=6, topk=4, rope_dim=4),
     "dsa_query_latent": DSA(MLA(3, latent=10, head_dim=6, query_latent=7), 2, 8, topk=2),
     "dsa_window_sinks": DSA(GQA(4, 2, window=6, sinks=True, rope=Rope()), 2, 8, 3, rope_dim=2),
     "dsa_gated": DSA(GQA(4, 2, gated=True, rope=Rope()), 2, 8, 3, rope_dim=2),
+    "dsa_interleaved": DSA(_LATENT, 2, 8, topk=3, rope_dim=4, rope_layout="interleaved"),
+    "dsa_chunk": DSA(GQA(4, 2, chunk=6, rope=Rope()), 2, 8, 3, rope_dim=2),
     "dsa_fp8": DSA(_LATENT, 2, 16, topk=3, rope_dim=4, hadamard=True, precision="fp8"),
     "dsa_hadamard": DSA(_GROUPED, 2, 8, topk=3, rope_dim=2, hadamard=True),
     "compressed": Compressed(3, 8, 5, local=3, rope=_TURNS, rope_dim=4, groups=2, rank=5, rate=3),
@@ -76,6 +103,8 @@ MECHANISMS: dict[str, Attention] = {
     # alone to 8 bits turns gradients by half their size.
     "delta": DeltaRule(key_heads=3, key_dim=9, value_dim=5, eps=0.3),
     "delta_grouped": DeltaRule(2, value_heads=6, key_dim=10, value_dim=7, conv=2, eps=0.3),
+    "disentangled": Disentangled(3, span=4, max_distance=9, norm=1e-3),
+    "disentangled_own": Disentangled(4, 5, span=3, max_distance=None, norm=None, shared=False),
     "delta_channels": DeltaRule(
         3, None, 9, 5, 3, 0.3, channels=True, rank=4, gate="sigmoid", reach=2.0
     ),
@@ -90,6 +119,11 @@ STATES = [name for name, config in MECHANISMS.items() if isinstance(config, (Del
 
 TOWERS: dict[str, dict] = {name: {"attention": a} for name, a in MECHANISMS.items()} | {
     "gqa_t5": {"attention": GQA(4, 2), "relative": T5Bias(4, 8, 16, causal=True)},
+    "gqa_t5_each": {
+        "attention": GQA(4, 2),
+        "relative": T5Bias(4, 8, 16, causal=True),
+        "relative_shared": False,
+    },
     "mqa_alibi": {"attention": GQA(6, 1), "relative": Alibi(6)},
     "alibi_coarse": {"attention": GQA(12, 1), "relative": Alibi(12, scale=0.7, coarse=True)},
     "mla_alibi": {"attention": MECHANISMS["mla"], "relative": Alibi(3)},
@@ -114,6 +148,7 @@ TOWERS: dict[str, dict] = {name: {"attention": a} for name, a in MECHANISMS.item
     "norms_plus_one": {"attention": _GROUPED, "norm": Norm(1e-6, rms=True, plus_one=True)},
     "one_norm": {"attention": _GROUPED, "norm": Norm(plus_one=True), "order": "shared"},
     "norms_no_bias": {"attention": _GROUPED, "norm": Norm(biased=False), "order": "sandwich"},
+    "residual_gain": {"attention": _GROUPED, "residual_gain": 0.4},
     "mixed": {"attention": (MECHANISMS["window"], MECHANISMS["dsa_mla"])},
 }
 

@@ -161,10 +161,9 @@ def test_per_token_sum_equals_matrix_form() -> None:
 
 
 # DSA is left out: its ties go to the earliest position, so order matters there
-BLIND = [
-    n for n, c in MECHANISMS.items() if c.rope is None and c.kind not in ("dsa", "delta", "ssd")
-]
-AWARE = [n for n, c in MECHANISMS.items() if c.rope is not None]
+APART = ("dsa", "delta", "ssd", "disentangled")
+BLIND = [n for n, c in MECHANISMS.items() if c.rope is None and c.kind not in APART]
+AWARE = [n for n, c in MECHANISMS.items() if c.rope is not None or c.kind == "disentangled"]
 
 
 @pytest.mark.parametrize("name", BLIND)

@@ -46,7 +46,7 @@ def gathered(dsa: torch.nn.Module, x: Tensor, mask: Causal | Full) -> Tensor:
     ctx = context(x.shape[1], mask)
     c_q = dsa.attention.query_input(x)
     kept = {**dsa.attention.entries(x, ctx), "index_k": dsa.indexer.kept(dsa.indexer.keys(x, ctx))}
-    seen = ctx.visible(ctx.pos, dsa.config.window)
+    seen = dsa.visible(ctx.pos, ctx)
     q, index_q = dsa.attention.queries(c_q, ctx), dsa.indexer.queries(c_q, ctx)
     return dsa.project_out(dsa.weigh(dsa.sparse(x, q, index_q, kept, seen, ctx, None), x))
 
@@ -57,7 +57,7 @@ def test_dsa_is_dense_attention_masked_to_its_choice(name: str) -> None:
     dsa, x, ctx = layer(SPARSE[name]), torch.randn(2, 9, DIM).double(), context(9)
     c_q = dsa.attention.query_input(x)
     kept = dsa.attention.entries(x, ctx)
-    seen = ctx.visible(ctx.pos, dsa.config.window).tensor()[:, 0]
+    seen = dsa.visible(ctx.pos, ctx).tensor()[:, 0]
     index_k = dsa.indexer.kept(dsa.indexer.keys(x, ctx))
     index = dsa.indexer.scores(dsa.indexer.queries(c_q, ctx), index_k, x)
     chosen = choose(index.masked_fill(~seen, -torch.inf), dsa.config.topk)

@@ -158,7 +158,9 @@ def shifted_position(model: Any, patch: pytest.MonkeyPatch) -> tuple[str, ...] |
         override(words.position, "forward", lambda self, real, pos, *rest: real(pos + 1, *rest))
         return ("embedding",)
     if tower.relative is not None:
-        override(tower.relative, "forward", lambda self, real, q, k: real(q + 1, k))
+        each = tower.relative
+        for part in each if isinstance(each, nn.ModuleList) else (each,):
+            override(part, "forward", lambda self, real, q, k: real(q + 1, k))
         return ("before wo",)
     seen: tuple[str, ...] = ("attention q", "attention k", "k_rope", "read from the cache")
     for layer in {id(b.attention): b.attention for b in tower.blocks}.values():

@@ -1,5 +1,6 @@
 """Options of our own parts that no fast form knows: whoever runs the model computes them, and says why it is slower."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,10 +16,13 @@ from regard.fast.train import checkpointed, joined
 from regard.layers import LM, MLP, Norm
 from regard.models import Tokens, TransformerConfig
 from regard.moe import MixtureOfExperts, MoE
-from regard.position import Proportional, Rope
+from regard.position import Proportional, Rope, Temperature
 from tests.open.stranger import PROMPTS, greedy
 
 _GROUPED = GQA(4, 2, head_dim=8, rope=Rope())
+_LATE = GQA(4, 2, head_dim=8, rope=Rope(), qk_norm=1e-6, qk_norm_last=True)
+_BARE = Norm(1e-6, rms=True, weighted=False)
+_CENTRED = Norm(1e-6, biased=False, weighted=False)
 _FFN = MLP(24, "silu", gated=True, bias=False)
 _TIED = GQA(4, 2, head_dim=8, rope=Rope(), qk_norm=1e-6, value_is_key=True)
 _NORMED = MoE(4, 2, 12, shared=1, normed=1e-6, gains=True)
@@ -30,6 +34,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "value is key": {"attention": _TIED},
     "values are normed": {"attention": GQA(4, 2, head_dim=8, rope=Rope(), v_norm=1e-6)},
     "some pairs turn": {"attention": GQA(4, rope=Rope(scaling=Proportional(0.5)))},
+    "norms after turning": {"attention": _LATE},
+    "bare norms after turning": {"attention": replace(_LATE, qk_norm_bare=True)},
+    "norms of each head": {"attention": GQA(4, 2, rope=Rope(), qk_norm=1e-6, qk_norm_by_head=True)},
+    "clipped": {"attention": GQA(4, 2, rope=Rope(), clip=0.5)},
+    "temperature": {"attention": GQA(4, 2, rope=Rope(), temperature=Temperature(3, 0.9))},
+    "trained activation": {"ffn": MLP(24, "xielu", bias=False)},
+    "residual gain": {"residual_gain": 0.3},
+    "norms without weights": {"norm": _BARE},
+    "centred norms without weights": {"norm": _CENTRED, "order": "shared"},
     "gained": {"gained": True},
     "experts with norms": {"ffn": _NORMED},
     "limits": {"ffn": MLP(24, "silu", gated=True, bias=False, limit=0.4)},
@@ -51,8 +64,9 @@ APART: dict[str, dict[str, Any]] = {
 
 def build(name: str) -> Any:
     torch.manual_seed(0)
-    more = {"attention": _GROUPED, "ffn": _FFN, **(OPTIONS | APART)[name]}
-    tower = Tower(32, 2, norm=Norm(1e-6, rms=True), **more)
+    norm = Norm(1e-6, rms=True)
+    more = {"attention": _GROUPED, "ffn": _FFN, "norm": norm, **(OPTIONS | APART)[name]}
+    tower = Tower(32, 2, **more)
     model = TransformerConfig(Tokens(60), tower, LM(tied=False), max_len=64).make().eval()
     for p in model.parameters():
         p.data = torch.randn_like(p) * 0.2 + (1 if p.dim() == 1 else 0)

@@ -83,12 +83,12 @@ def test_dense_index_compares_with_the_attention_of_the_dense_model(name: str) -
     for i, block in enumerate(model.tower.blocks):
         layer, (h, ctx, _) = block.attention, x[i]
         exact = replace(layer.config, precision="exact")
-        layer.indexer.config, window = exact, layer.config.window
+        layer.indexer.config = exact
         c_q = layer.attention.query_input(h)
         scores = layer.indexer.scores(
             layer.indexer.queries(c_q, ctx), layer.indexer.keys(h, ctx), h
         )
-        mask = ctx.visible(ctx.pos, window).tensor()[:, 0].expand(2, -1, -1)
+        mask = layer.visible(ctx.pos, ctx).tensor()[:, 0].expand(2, -1, -1)
         target = probe.maps[f"{i}.self"][0].sum(1)
         want += (divergence(scores, target, mask) * (data.labels != IGNORE)).sum()
     total, count = dense_index(model, data)

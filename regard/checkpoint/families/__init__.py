@@ -34,6 +34,7 @@ from types import ModuleType
 from regard.checkpoint.families import (
     dense,
     encoders,
+    experts,
     gemma4,
     gpt,
     hybrid,
@@ -42,6 +43,7 @@ from regard.checkpoint.families import (
     llama,
     newest,
     older,
+    rotary_encoders,
     seq2seq,
     speech,
 )
@@ -54,7 +56,9 @@ _FILES: tuple[ModuleType, ...] = (
     llama,
     latent,
     hybrid,
+    experts,
     encoders,
+    rotary_encoders,
     images,
     seq2seq,
     dense,

@@ -9,7 +9,7 @@ from typing import Any
 from regard.attention import GQA
 from regard.block import Tower
 from regard.checkpoint import rules, tensors
-from regard.checkpoint.rules import ACTIVATIONS, Data, Family, Key, Keys, fixed
+from regard.checkpoint.rules import ACTIVATIONS, Data, Family, Group, Key, Keys, fixed
 from regard.checkpoint.tensors import To, Weights
 from regard.layers import LM, MLP, Classify, Norm, Tag
 from regard.models import Tokens, TransformerConfig
@@ -57,6 +57,25 @@ EIGHT_KV = Key("tower.attention.kv_heads", 8, null=lambda hf: hf["num_attention_
 BIASED = Key("tower.attention.{bias,out_bias}", False)
 NORM_EPS = Key("tower.norm.eps", 1e-5)
 
+
+def experts_by_step(key: str, default: int) -> Group:
+    """Experts in every decoder_sparse_step-th layer but those of mlp_only_layers, where there are any: `key` says how
+    many, `default` what it means where it is missing."""
+
+    def sparse(theirs: Data, layer: int) -> bool:
+        dense = theirs.get("mlp_only_layers") or []
+        step = theirs.get("decoder_sparse_step", 1)
+        return theirs.get(key, default) > 0 and layer not in dense and (layer + 1) % step == 0
+
+    def write(kinds: list[str], _: Any, theirs: Data, said: bool) -> None:
+        if not said:
+            theirs["decoder_sparse_step"] = 1
+            theirs["mlp_only_layers"] = [i for i, kind in enumerate(kinds) if kind == "dense"]
+
+    more = ["mlp_only_layers", "decoder_sparse_step"]
+    return rules.by_layer("ffn", "", ("dense", "sparse"), sparse, rules.is_moe, more, write)
+
+
 # Rows of a layer.
 NORMS = {"{input,post_attention}_layernorm.weight": "norm{1,3}.weight"}
 ATTENTION = {
@@ -68,10 +87,19 @@ EXPERTS = {
     "mlp.gate.weight": "ffn.router.weight",
     "mlp.experts.{e}.{gate,up,down}_proj.weight": To("ffn.{gate,up,down}", tensors.STACKED),
 }
+MIXTRAL_EXPERTS = {
+    "block_sparse_moe.gate.weight": "ffn.router.weight",
+    "block_sparse_moe.experts.{e}.{w1,w2,w3}.weight": To("ffn.{gate,down,up}", tensors.STACKED),
+}
 # Norms of what attention and feed-forward add, before it is added.
 ADDED_NORMS = {"post_{attention,feedforward}_layernorm.weight": "{attention,ffn}.add.norm.weight"}
 SCORE = {"score.*": "head.out.*"}
-HEAD_TENSORS = {"lm": {"lm_head.weight": "head.weight"}, "classify": SCORE, "tag": SCORE}
+HEAD_TENSORS = {
+    "lm": {"lm_head.{weight,bias}": "head.{weight,bias}"},
+    "classify": SCORE,
+    "tag": SCORE,
+    "answer": {"qa_outputs.*": "head.out.*"},
+}
 
 ROTARY = GQA(1, 1, 1, rope=Rope())
 PLUS_ONE = Norm(1e-6, rms=True, plus_one=True)

@@ -22,7 +22,9 @@ from regard.checkpoint.families.common import (
 from regard.checkpoint.rules import ACTIVATIONS, Data, Group, Key, Keys, fixed
 from regard.checkpoint.tensors import To
 from regard.checkpoint.windows import windows_by_layer
-from regard.layers import LM, MLP, Tag
+from regard.layers import LM, MLP, Answer, Norm, Tag
+from regard.models import Tokens
+from regard.models.init import Start
 from regard.position import Rope
 
 _MLP_BIAS = Key("tower.ffn.bias", False)
@@ -226,4 +228,150 @@ EXAONE4 = llama_like(
         rope_parameters=rules.rope_at("tower.attention.1.rope"),
     ),
     layer={**ATTENTION, **GATED, **ADDED_NORMS},
+)  # fmt: skip
+
+# --- norms without weights ----------------------------------------------------------------------------------------
+
+OLMO = llama_like(
+    "olmo", decoder_heads("Olmo", tags=False), replace(ROTARY, rope=Rope(wide=True)),
+    tower=dict(norm=Norm(biased=False, weighted=False)),
+    keys=dict(rms_norm_eps=None, attention_bias=BIASED, clip_qkv=Key("tower.attention.clip", None)),
+    layer=ATTENTION | GATED,
+    presets={
+        "olmo-1b": sizes(50304, 2048, 16, 16, 8192, 2048, tie_word_embeddings=True),
+        "olmo-7b": sizes(50304, 4096, 32, 32, 11008, 2048),
+    },
+)  # fmt: skip
+# It turns the other way round: pairs are (i + r/2, i).
+_PAIRS = tensors.halves_changed("gqa")
+_UNIT = Norm(1e-6, rms=True, weighted=False)
+_NANOCHAT = llama_like(
+    "nanochat", decoder_heads("NanoChat", labels=False),
+    replace(ROTARY, qk_norm=1e-6, qk_norm_bare=True, qk_norm_last=True), MLP(1, "relu2", bias=False),
+    tower=dict(norm=_UNIT), start=Start("nanochat"),
+    keys=dict(
+        hidden_act=Key("tower.ffn.activation", "relu2", ACTIVATIONS), attention_bias=BIASED,
+        classifier_dropout=None, final_logit_softcapping=Key("head.logit_softcap", 15.0, null=None),
+        rms_norm_eps=Key("tower.norm.eps tower.attention.qk_norm embedding.norm.eps", 1e-6),
+    ),
+    layer={
+        "self_attn.{q,k}_proj.*": To("attention.w{q,k}.*", _PAIRS),
+        "self_attn.{v,o}_proj.*": "attention.w{v,o}.*", "mlp.{fc1,fc2}.weight": "ffn.{up,down}.weight",
+    },
+)  # fmt: skip
+NANOCHAT = replace(
+    _NANOCHAT, blank=replace(_NANOCHAT.blank, embedding=Tokens(1, norm=_UNIT)),
+    presets={"nanochat-d20": sizes(65536, 1280, 20, 10, 5120, 2048)},
+)  # fmt: skip
+
+# --- gains: Granite and Cohere ------------------------------------------------------------------------------------
+
+_BY = (lambda n: 1 / n, lambda gain: 1 / gain)
+GRANITE = llama_like(
+    "granite", decoder_heads("Granite", labels=False), replace(ROTARY, scale=1.0),
+    keys=dict(
+        attention_bias=BIASED, mlp_bias=_MLP_BIAS, classifier_dropout=None,
+        attention_multiplier=Key("tower.attention.scale", 1.0), logits_scaling=Key("head.logit_gain", 1.0, _BY),
+        embedding_multiplier=Key("embedding.token_gain", 1.0),
+        residual_multiplier=Key("tower.residual_gain", 1.0),
+    ),
+    presets={
+        "granite-3.1-2b": sizes(
+            49155, 2048, 40, 32, 8192, 131072, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=5e6,
+            tie_word_embeddings=True, attention_multiplier=0.015625, embedding_multiplier=12.0,
+            logits_scaling=8.0, residual_multiplier=0.22,
+        ),
+    },
+)  # fmt: skip
+
+
+def _read_head_norms(theirs: Data, ours: Data) -> None:
+    on = bool(theirs.get("use_qk_norm", False))
+    eps = theirs.get("layer_norm_eps", 1e-5) if on else None
+    rules.put(ours, "tower.attention.qk_norm", eps)
+    rules.put(ours, "tower.attention.qk_norm_by_head", on)
+
+
+def _write_head_norms(ours: Data, theirs: Data) -> None:
+    on = rules.need(ours, "tower.attention.qk_norm") is not None
+    if on != bool(theirs.get("use_qk_norm", False)):
+        theirs["use_qk_norm"] = on
+
+
+_COHERE = replace(ROTARY, rope=Rope(layout="interleaved", wide=True))
+_COHERE_KEYS: dict[str, rules.ConfigRule | None] = dict(
+    rms_norm_eps=None, layer_norm_eps=Key("tower.norm.eps", 1e-5), attention_bias=BIASED, classifier_dropout=None,
+    tie_word_embeddings=Key("head.tied", True), logit_scale=Key("head.logit_gain", 0.0625),
+)  # fmt: skip
+_COHERE_TOWER: Data = dict(order="shared", norm=Norm(biased=False))
+_COHERE_LAYER = {**ATTENTION, **GATED, "input_layernorm.weight": "norm1.weight"}
+COHERE = llama_like(
+    "cohere", decoder_heads("Cohere", labels=False), replace(_COHERE, rope=Rope(5e5, "interleaved", wide=True)),
+    tower=_COHERE_TOWER, layer=_COHERE_LAYER,
+    keys=_COHERE_KEYS | dict(use_qk_norm=Group(("use_qk_norm",), _read_head_norms, _write_head_norms)),
+    presets={"command-r": sizes(256000, 8192, 40, 64, 22528, 8192, rope_theta=8e6)},
+)  # fmt: skip
+COHERE2 = llama_like(
+    "cohere2", decoder_heads("Cohere2", labels=False),
+    (replace(_COHERE, rope=None), replace(_COHERE, window=1)), tower=_COHERE_TOWER, layer=_COHERE_LAYER,
+    keys=_COHERE_KEYS | dict(
+        rope_parameters=rules.rope_at("tower.attention.1.rope"),
+        layer_types=rules.sliding_layers(
+            lambda hf, i: (i + 1) % hf.get("sliding_window_pattern", 4) > 0, 4096, more="sliding_window_pattern",
+        ),
+    ),
+)  # fmt: skip
+
+# --- queries that grow with their positions -----------------------------------------------------------------------
+
+_YARN = dict(rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=16384)
+_YARN |= dict(mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)
+
+
+def _temperature(theirs: Data) -> Data | None:
+    """In our words."""
+    given: Data = theirs.get("rope_parameters") or theirs.get("rope_scaling") or _YARN
+    length, beta = (
+        given.get(k) for k in ("original_max_position_embeddings", "llama_4_scaling_beta")
+    )
+    if beta is None:
+        return None
+    if length is None:
+        name = "rope_parameters.original_max_position_embeddings"
+        raise rules.wrong(f"{name} is missing; llama_4_scaling_beta needs it")
+    return dict(length=length, scale=float(beta), offset=0, kind="temperature")
+
+
+def _read_temperature(theirs: Data, ours: Data) -> None:
+    rules.put(ours, "tower.attention.temperature", _temperature(theirs))
+
+
+def _write_temperature(ours: Data, theirs: Data) -> None:
+    """Into the rope_parameters that the RoPE has written."""
+    now = rules.need(ours, "tower.attention.temperature")
+    if now == _temperature(theirs):
+        return
+    words = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or _YARN)
+    words.pop("llama_4_scaling_beta", None)
+    if now is not None:
+        words["original_max_position_embeddings"] = now["length"]
+        words["llama_4_scaling_beta"] = now["scale"]
+    theirs.pop("rope_scaling", None)
+    theirs["rope_parameters"] = words
+
+
+MINISTRAL3 = llama_like(
+    "ministral3", decoder_heads("Ministral3") | {"Ministral3ForQuestionAnswering": Answer()},
+    replace(ROTARY, rope=Rope(1e6)),
+    keys=dict(
+        rms_norm_eps=NORM_EPS, head_dim=_HEAD_128,
+        num_key_value_heads=Key("tower.attention.kv_heads", 8, null=lambda hf: hf["num_attention_heads"]),
+        sliding_window=Key("tower.attention.window", None),
+        llama_4_scaling_beta=Group(("llama_4_scaling_beta",), _read_temperature, _write_temperature),
+        rope_parameters=rules.rope_at(
+            "tower.attention.rope", idle="llama_4_scaling_beta max_position_embeddings", rope_scaling=_YARN,
+        ),
+    ),
+    inert="layer_types",
+    presets={"ministral-3-8b": sizes(131072, 4096, 34, 32, 14336, 262144)},
 )  # fmt: skip

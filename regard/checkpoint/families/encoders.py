@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from regard.attention import GQA
+from regard.attention import GQA, Disentangled
 from regard.block import Tower
 from regard.checkpoint import rules, tensors
 from regard.checkpoint.families.common import BIASED, POST_NORM, SHAPE_KEYS, sizes
 from regard.checkpoint.rules import ACTIVATIONS, Data, Family, Group, Key, Keys, fixed
 from regard.checkpoint.tensors import To, Weights
+from regard.config import to_dict
 from regard.layers import MLM, MLP, Answer, Classify, Norm, Tag
 from regard.models import Tokens, TransformerConfig
 from regard.models.init import Start
-from regard.position import Learned, Rope
+from regard.position import Learned, Rope, T5Bias
 
 # --- what most encoders share --------------------------------------------------------------------------------------
 
@@ -60,7 +61,7 @@ _BERT_TENSORS = {
 }  # fmt: skip
 
 
-def _mlm_tensors(base: str, before: str) -> Weights:
+def mlm_tensors(base: str, before: str) -> Weights:
     """`before`: their dense layer and norm. The bias has two names, and one where the matrix is the embedding."""
     return {
         f"{base}{before}.*": "head.{dense,norm}.*", f"{base}decoder.weight": "head.weight",
@@ -75,7 +76,7 @@ BERT = Family(
     heads={**encoder_heads("Bert", "tanh"), "BertForPreTraining": MLM()}, config=BERT_KEYS,
     tensors=_BERT_TENSORS,
     head_tensors={
-        **LABEL_TENSORS, "mlm": _mlm_tensors("cls.predictions.", "transform.{dense,LayerNorm}"),
+        **LABEL_TENSORS, "mlm": mlm_tensors("cls.predictions.", "transform.{dense,LayerNorm}"),
         "classify": {"bert.pooler.dense.*": "head.dense.*", "classifier.*": "head.out.*"},
     },
     derived=(r".*embeddings\.position_ids",),
@@ -114,7 +115,7 @@ ROBERTA = replace(
         hidden_act=Key("tower.ffn.activation", "gelu", ACTIVATIONS),
     ),
     head_tensors={
-        **LABEL_TENSORS, "mlm": _mlm_tensors("lm_head.", "{dense,layer_norm}"),
+        **LABEL_TENSORS, "mlm": mlm_tensors("lm_head.", "{dense,layer_norm}"),
         "classify": {"classifier.{dense,out_proj}.*": "head.{dense,out}.*"},
     },
     carried=(r"roberta\.pooler\..*", r"lm_head\.bias"),
@@ -226,7 +227,7 @@ ALBERT = replace(
         },
     },
     head_tensors={
-        **LABEL_TENSORS, "mlm": _mlm_tensors("predictions.", "{dense,LayerNorm}"),
+        **LABEL_TENSORS, "mlm": mlm_tensors("predictions.", "{dense,LayerNorm}"),
         "classify": {"albert.pooler.*": "head.dense.*", "classifier.*": "head.out.*"},
     },
     carried=(r"albert\.pooler\..*", r"sop_classifier\..*", r"predictions\.bias"),
@@ -293,4 +294,251 @@ MODERNBERT = Family(
         "classify": _DENSE_TENSORS, "tag": _DENSE_TENSORS, "answer": _DENSE_TENSORS,
     },
     start=Start("modernbert"), presets={"modernbert-base": sizes(50368, 768, 22, 12, 1152, 8192)},
+)  # fmt: skip
+
+
+# --- ELECTRA and MPNet --------------------------------------------------------------------------------------------
+
+
+def _read_width(theirs: Data, ours: Data) -> None:
+    """A table as wide as the tower has no layer behind it."""
+    width = theirs.get("embedding_size")
+    width = 128 if width is None else width
+    ours["embedding"]["width"] = None if width == theirs.get("hidden_size") else width
+
+
+def _write_width(ours: Data, theirs: Data) -> None:
+    theirs["embedding_size"] = ours["embedding"]["width"] or ours["tower"]["dim"]
+
+
+def _read_discriminator(theirs: Data, ours: Data) -> None:
+    """What tells tokens that a generator put in has one label, and the tower's activation."""
+    if rules.get(ours, "head.kind") == "tag" and ours["head"]["dense"]:
+        ours["head"] |= dict(labels=1, dropout=None, dense=ours["tower"]["ffn"]["activation"])
+
+
+def _write_discriminator(ours: Data, theirs: Data) -> None:
+    """Without what other rules would say of it."""
+    if rules.get(ours, "head.kind") == "tag" and ours["head"]["dense"]:
+        ours["head"] |= dict(kind="discriminator", labels=2, dropout=None)
+
+
+ELECTRA = replace(
+    BERT, name="electra", base="electra.",
+    heads={
+        **encoder_heads("Electra", "gelu", twice=True), "ElectraForPreTraining": Tag(1, dense="gelu"),
+    },
+    config=BERT_KEYS | dict(
+        embedding_size=Group(("embedding_size",), _read_width, _write_width),
+        hidden_act=Key("tower.ffn.activation", "gelu", ACTIVATIONS),
+        discriminator=Group((), _read_discriminator, _write_discriminator, last=True),
+    ),
+    inert="summary_type summary_use_proj summary_activation summary_last_dropout",
+    tensors={**_BERT_TENSORS, "embeddings_project.*": "embedding.project.*"},
+    head_tensors={
+        "mlm": {
+            "generator_predictions.{dense,LayerNorm}.*": "head.{dense,norm}.*", "generator_lm_head.*": "head.*",
+        },
+        "classify": {"classifier.{dense,out_proj}.*": "head.{dense,out}.*"},
+        "tag": {
+            "discriminator_predictions.dense.*": "head.dense.*",
+            "discriminator_predictions.dense_prediction.*": To("head.out.*", needs="head.dense.weight"),
+            "classifier.*": To("head.out.*", unless="head.dense.weight"),
+        },
+        "answer": LABEL_TENSORS["answer"],
+    },
+    carried=(),
+    presets={
+        "electra-small": sizes(30522, 256, 12, 4, 1024, 512),
+        "electra-base": sizes(30522, 768, 12, 12, 3072, 512, embedding_size=768),
+    },
+)  # fmt: skip
+# Their labels have the dropout of their blocks.
+AS_ELSEWHERE = dict.fromkeys(("classify", "tag"), ("hidden_dropout_prob", 0.1))
+_TYPELESS: Keys = {key: rule for key, rule in BERT_KEYS.items() if key != "type_vocab_size"}
+MPNET = replace(
+    ROBERTA, name="mpnet", base="mpnet.",
+    blank=TransformerConfig(
+        Tokens(1, Learned(1, 2, 1), norm=Norm()), replace(POST_NORM, relative=T5Bias(1)), max_len=1,
+    ),
+    heads=encoder_heads("MPNet", "tanh", twice=True),
+    config=_TYPELESS | dict(
+        num_attention_heads=Key("tower.{attention,relative}.heads"),
+        # Two rows stand before place 0, whatever the padding id.
+        max_position_embeddings=Key(
+            "max_len embedding.position.max_len", 512, (lambda n: n - 2, lambda n: n + 2),
+        ),
+        hidden_act=Key("tower.ffn.activation", "gelu", ACTIVATIONS),
+        classifier_dropout=rules.head_dropout(**AS_ELSEWHERE),
+        # It looks no further into a larger table.
+        **fixed(relative_attention_num_buckets=32),
+    ),
+    tensors={
+        **EMBEDDING_TENSORS, "pooler.dense.*": "pooler.*",
+        "encoder.relative_attention_bias.weight": "tower.relative.weight",
+        "encoder.layer.{i}.": {
+            "attention.attn.{q,k,v,o}.*": "attention.w{q,k,v,o}.*", "attention.LayerNorm.*": "norm1.*",
+            "intermediate.dense.*": "ffn.up.*", "output.{dense,LayerNorm}.*": "{ffn.down,norm3}.*",
+        },
+    },
+    carried=(r"mpnet\.pooler\..*", r"lm_head\.bias"),
+    presets={"mpnet-base": sizes(30527, 768, 12, 12, 3072, 514, layer_norm_eps=1e-5)},
+)  # fmt: skip
+
+
+# --- DeBERTa v2 and v3 --------------------------------------------------------------------------------------------
+
+
+def _terms(theirs: Data) -> list[str]:
+    said = theirs.get("pos_att_type") or []
+    said = said.lower().split("|") if isinstance(said, str) else said
+    return [word.strip() for word in said]
+
+
+def _read_distances(theirs: Data, ours: Data) -> None:
+    attention, terms, norm = ours["tower"]["attention"], _terms(theirs), theirs.get("norm_rel_ebd")
+    if set(terms) - {"c2p", "p2c"}:
+        raise rules.wrong(f"pos_att_type is {theirs['pos_att_type']!r}; known: c2p, p2c")
+    if norm not in (None, "none", "layer_norm"):
+        raise rules.wrong(f"norm_rel_ebd is {norm!r}; known: none, layer_norm")
+    if not theirs.get("relative_attention"):
+        # The scale counts terms that are not there.
+        plain = to_dict(GQA(1, bias=True, out_bias=True))
+        plain |= {key: attention[key] for key in ("heads", "head_dim", "dropout")}
+        width = plain["head_dim"] or ours["tower"]["dim"] // plain["heads"]
+        plain["scale"] = ((1 + len(set(terms))) * width) ** -0.5 if terms else None
+        ours["tower"]["attention"] = plain
+        return
+    places = theirs.get("max_position_embeddings")
+    buckets, most = (
+        theirs.get(key) or -1 for key in ("position_buckets", "max_relative_positions")
+    )
+    most = most if most > 0 else 512 if places is None else places
+    attention |= dict(
+        span=buckets if buckets > 0 else most, max_distance=most if buckets > 0 else None,
+        content_to_position="c2p" in terms, position_to_content="p2c" in terms,
+        shared=bool(theirs.get("share_att_key")),
+    )  # fmt: skip
+    if norm != "layer_norm":
+        attention["norm"] = None
+
+
+def _write_distances(ours: Data, theirs: Data) -> None:
+    relative = rules.need(ours, "tower.attention.kind") == "disentangled"
+    if relative != bool(theirs.get("relative_attention")):
+        theirs["relative_attention"] = relative
+    if not relative:
+        _write_scale(ours, theirs)
+        return
+    words = ("content_to_position", "position_to_content", "span", "max_distance", "shared", "norm")
+    to, of, span, most, shared, norm = (
+        rules.need(ours, f"tower.attention.{word}") for word in words
+    )
+    terms = [*(["p2c"] if of else []), *(["c2p"] if to else [])]
+    if sorted(_terms(theirs)) != sorted(terms):
+        theirs["pos_att_type"] = terms
+    for key, value in (
+        ("share_att_key", shared), ("position_buckets", span if most else -1),
+        ("max_relative_positions", most or span), ("norm_rel_ebd", "none" if norm is None else "layer_norm"),
+    ):  # fmt: skip
+        given = theirs.get(key)
+        silent = dict(share_att_key=False, norm_rel_ebd="none", position_buckets=-1)
+        places = key == "max_relative_positions" and (given or -1) < 1
+        given = ours["max_len"] if places else silent.get(key) if given is None else given
+        if given != value:
+            theirs[key] = value
+
+
+def _write_scale(ours: Data, theirs: Data) -> None:
+    """By as many terms as it counts."""
+    scale, heads = (rules.need(ours, f"tower.attention.{word}") for word in ("scale", "heads"))
+    width = rules.need(ours, "tower.attention.head_dim") or ours["tower"]["dim"] // heads
+    count = 0 if scale is None else round(scale**-2 / width) - 1
+    if len(set(_terms(theirs))) != count:
+        theirs["pos_att_type"] = ["p2c", "c2p"][: max(count, 0)]
+    if width == ours["tower"]["dim"] // heads:
+        ours["tower"]["attention"]["head_dim"] = theirs.get("attention_head_size")
+
+
+def _read_places(theirs: Data, ours: Data) -> None:
+    if theirs.get("position_biased_input") is False:
+        ours["embedding"]["position"] = None
+
+
+def _write_places(ours: Data, theirs: Data) -> None:
+    learned = rules.need(ours, "embedding.position") is not None
+    if learned != (theirs.get("position_biased_input") is not False):
+        theirs["position_biased_input"] = learned
+
+
+_POOLER = Key("head.dense", "gelu", ACTIVATIONS)
+
+
+def _read_pooler(theirs: Data, ours: Data) -> None:
+    """Of a label of the whole; the other heads have no such layer."""
+    if rules.get(ours, "head.kind") == "classify":
+        _POOLER.read("pooler_hidden_act", theirs, ours)
+
+
+def _write_pooler(ours: Data, theirs: Data) -> None:
+    if rules.get(ours, "head.kind") == "classify":
+        _POOLER.write("pooler_hidden_act", ours, theirs)
+
+
+_DEBERTA_V3: Data = dict(
+    relative_attention=True, position_buckets=256, norm_rel_ebd="layer_norm", share_att_key=True
+)
+_DEBERTA_V3 |= dict(pos_att_type=["p2c", "c2p"], position_biased_input=False)
+DEBERTA_V2 = replace(
+    BERT, name="deberta-v2", base="deberta.",
+    blank=TransformerConfig(
+        Tokens(1, Learned(1), norm=Norm()), replace(POST_NORM, attention=Disentangled(1)), max_len=1,
+    ),
+    # A folder of the first models does not say what it is, and has the body.
+    heads={"DebertaV2Model": None, **encoder_heads("DebertaV2", "gelu")},
+    config=BERT_KEYS | dict(
+        layer_norm_eps=Key("tower.norm.eps tower.attention.norm embedding.norm.eps head.norm_eps", 1e-7),
+        type_vocab_size=Key("embedding.types", 0),
+        hidden_act=Key("tower.ffn.activation head.activation", "gelu", ACTIVATIONS),
+        hidden_dropout_prob=Key("tower.dropout tower.attention.vector_dropout embedding.dropout", 0.1),
+        attention_head_size=Key("tower.attention.head_dim", None, quiet=True),
+        max_position_embeddings=Key("max_len embedding.position.max_len", 512),
+        classifier_dropout=rules.head_dropout(
+            classify=("cls_dropout", "hidden_dropout_prob"), tag=("hidden_dropout_prob", 0.1),
+        ),
+        pooler_dropout=Key("head.dense_dropout", 0.0),
+        pooler_hidden_act=Group(("pooler_hidden_act",), _read_pooler, _write_pooler),
+        relative_attention=Group(
+            (
+                "relative_attention", "pos_att_type", "position_buckets", "max_relative_positions", "share_att_key",
+                "norm_rel_ebd",
+            ),
+            _read_distances, _write_distances, last=True,
+        ),
+        position_biased_input=Group(("position_biased_input",), _read_places, _write_places, last=True),
+        **fixed(legacy=True, conv_kernel_size=0),
+    ),
+    inert="pooler_hidden_size conv_act conv_groups",
+    tensors={
+        **EMBEDDING_TENSORS, "encoder.rel_embeddings.weight": "tower.blocks.0.attention.distances.weight",
+        "encoder.LayerNorm.*": "tower.blocks.0.attention.distances.norm.*",
+        "encoder.layer.{i}.": {
+            "attention.self.{query,key,value}_proj.*": "attention.w{q,k,v}.*",
+            "attention.self.pos_{key,query}_proj.*": "attention.distance_{k,q}.*",
+            "attention.output.{dense,LayerNorm}.*": "{attention.wo,norm1}.*",
+            "intermediate.dense.*": "ffn.up.*", "output.{dense,LayerNorm}.*": "{ffn.down,norm3}.*",
+        },
+    },
+    head_tensors={
+        **LABEL_TENSORS, "mlm": mlm_tensors("cls.predictions.", "transform.{dense,LayerNorm}"),
+        "classify": {"pooler.dense.*": "head.dense.*", "classifier.*": "head.out.*"},
+    },
+    derived=BERT.derived,
+    carried=(
+        r"cls\.predictions\.bias", r"(lm|mask)_predictions\..*", r"deberta\.embeddings\.position_embeddings\.weight",
+    ),
+    presets={
+        "deberta-v3-small": sizes(128100, 768, 6, 12, 3072, 512, **_DEBERTA_V3),
+        "deberta-v3-base": sizes(128100, 768, 12, 12, 3072, 512, **_DEBERTA_V3),
+    },
 )  # fmt: skip

@@ -17,7 +17,7 @@ from regard.checkpoint.families.common import (
     SWIGLU,
     llama_like,
 )
-from regard.checkpoint.rules import ACTIVATIONS, Data, Group, Key, wrong
+from regard.checkpoint.rules import ACTIVATIONS, Data, Group, Key, need, wrong
 from regard.checkpoint.tensors import To, Weights
 from regard.layers import LM
 from regard.moe import MoE
@@ -74,6 +74,7 @@ def _read_global(theirs: Data, ours: Data) -> None:
 
 
 def _write_global(ours: Data, theirs: Data) -> None:
+    need(ours, "tower.attention.0.value_is_key")
     full, tower = ours["tower"]["attention"][0], ours["tower"]
     if full["value_is_key"] != bool(theirs.get("attention_k_eq_v")):
         theirs["attention_k_eq_v"] = full["value_is_key"]
@@ -111,7 +112,8 @@ def _write_ffn(ours: Data, theirs: Data) -> None:
     each = tower["ffn"] if isinstance(tower["ffn"], list) else [tower["ffn"]]
     experts = rules.is_moe(each[0])
     width = ("ffn_dim", "shared_dim")[experts]
-    said = dict(enable_moe_block=experts, use_double_wide_mlp=each[-1][width] > each[0][width])
+    first, last = (need(one, width) or 0 for one in (each[0], each[-1]))
+    said = dict(enable_moe_block=experts, use_double_wide_mlp=last > first)
     theirs |= {key: on for key, on in said.items() if on != bool(theirs.get(key))}
     tower["ffn"] = [None, each[0]] if experts else [each[0], None]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 from regard.attention import GQA, MLA, SSD, DeltaRule
 from regard.block import Tower
@@ -18,6 +17,7 @@ from regard.checkpoint.families.common import (
     PLUS_ONE,
     SWIGLU,
     decoder_heads,
+    experts_by_step,
     llama_like,
     sizes,
 )
@@ -28,19 +28,6 @@ from regard.models import Tokens, TransformerConfig
 from regard.models.init import Start
 from regard.moe import MoE
 from regard.position import Rope
-
-
-def _sparse(theirs: Data, layer: int) -> bool:
-    dense = theirs.get("mlp_only_layers") or []
-    step = theirs.get("decoder_sparse_step", 1)
-    return theirs.get("num_experts", 512) > 0 and layer not in dense and (layer + 1) % step == 0
-
-
-def _write_sparse(kinds: list[str], _: Any, theirs: Data, said: bool) -> None:
-    if not said:
-        theirs["decoder_sparse_step"] = 1
-        theirs["mlp_only_layers"] = [i for i, kind in enumerate(kinds) if kind == "dense"]
-
 
 # What the layers of attention have, and the others do not.
 _GATE = "attention.wg.weight"
@@ -119,10 +106,7 @@ QWEN3_NEXT = llama_like(
     keys=dict(
         **_qwen_keys(2), **_expert_keys("tower.ffn.1", 512, 10),
         intermediate_size=Key("tower.ffn.0.ffn_dim", 5632), norm_topk_prob=Key("tower.ffn.1.normalized", True),
-        mlp_only_layers=rules.by_layer(
-            "ffn", "", ("dense", "sparse"), _sparse, rules.is_moe, ["mlp_only_layers", "decoder_sparse_step"],
-            _write_sparse,
-        ),
+        mlp_only_layers=experts_by_step("num_experts", 512),
     ),
     inert="output_router_logits router_aux_loss_coef",
     layer={

@@ -1,20 +1,23 @@
-"""DeepSeek: latent attention, experts, the indexer of sparse attention."""
+"""DeepSeek and its kin: latent attention, experts, the indexer of sparse attention."""
 
 from __future__ import annotations
 
+import copy
+
 from regard.attention import DSA, MLA
-from regard.checkpoint import rules
+from regard.checkpoint import rules, tensors
 from regard.checkpoint.families.common import (
     EXPERTS,
     FRAME_KEYS,
     GATED,
+    NORM_EPS,
     NORMS,
     SWIGLU,
     decoder_heads,
     llama_like,
     sizes,
 )
-from regard.checkpoint.rules import ACTIVATIONS, Data, Group, Key, Keys, fixed
+from regard.checkpoint.rules import ACTIVATIONS, Data, Group, Key, Keys, fixed, get, put
 from regard.checkpoint.tensors import To, Weights
 from regard.moe import MoE
 from regard.position import Rope
@@ -122,4 +125,113 @@ DEEPSEEK_V32 = llama_like(
     },
     carried=_NEXT_TOKEN_LAYER,
     presets={"deepseek-v3.2": _SIZES_V3 | dict(index_n_heads=64, index_head_dim=128, index_topk=2048)},
+)  # fmt: skip
+
+# --- others that have it --------------------------------------------------------------------------------------------
+
+
+def _read_indexers(theirs: Data, ours: Data) -> None:
+    """A shared one is that of the layer before."""
+    layers, kinds = theirs["num_hidden_layers"], theirs.get("indexer_types")
+    pattern = theirs.get("index_topk_pattern")
+    if kinds is None and pattern is not None:
+        kinds = [{"F": "full", "S": "shared"}.get(word, word) for word in pattern]
+    if kinds is None:
+        every, start = (max(theirs.get(key, default), low) for key, default, low in _SCHEDULE)
+        kinds = ["shared" if max(i - start + 1, 0) % every else "full" for i in range(layers)]
+    if kinds != ["full"] * layers:
+        raise rules.wrong(
+            f"indexer_types is {kinds}; Regard can only do 'full' in all {layers} layers"
+        )
+
+
+# How often a layer has an indexer of its own, and from which on.
+_SCHEDULE = (("index_topk_freq", 1, 1), ("index_skip_topk_offset", 2, 0))
+GLM_MOE_DSA = llama_like(
+    "glm_moe_dsa", decoder_heads("GlmMoeDsa", labels=False), DSA(_MLA, 1, 2, 1, rope_dim=2, rope_layout="interleaved"),
+    (SWIGLU, _EXPERTS_V3), frame=_latent_keys("tower.attention.attention", 1, 2.5),
+    keys=_V3 | dict(
+        rms_norm_eps=NORM_EPS, head_dim=None, n_group=rules.expert_groups(None, (1, 1)),
+        q_lora_rank=Key("tower.attention.attention.query_latent", 2048),
+        index_n_heads=Key("tower.attention.index_heads", 32), index_head_dim=Key("tower.attention.index_dim", 128),
+        index_topk=Key("tower.attention.topk", 2048),
+        indexer_types=Group(
+            ("indexer_types", "index_topk_pattern", *(key for key, *_ in _SCHEDULE)), _read_indexers, lambda *_: None,
+        ),
+    ),
+    inert=f"{_LATENT_INERT} layer_types mlp_bias head_dim", aliases=_LATENT_ALIASES,
+    layer={
+        **_latent_layer("attention.attention"),
+        "self_attn.indexer.{wq_b,wk,k_norm,weights_proj}.*": "attention.indexer.{wq,wk,k_norm,ww}.*",
+    },
+    carried=_NEXT_TOKEN_LAYER,
+)  # fmt: skip
+
+
+def _mistral_rope(theirs: Data) -> Data:
+    """Their rope_parameters, or what missing ones mean."""
+    yarn = dict(
+        rope_type="yarn", rope_theta=1e4, factor=128.0, original_max_position_embeddings=8192
+    )
+    yarn |= dict(mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)
+    return dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or yarn)
+
+
+def _read_mistral(theirs: Data, ours: Data) -> None:
+    """The share that turns is that of the features that do; queries grow by llama_4_scaling_beta."""
+    said = _mistral_rope(theirs)
+    said.pop("max_position_embeddings", None)
+    turned, plain = (theirs.get(f"qk_{part}_head_dim", 64) for part in ("rope", "nope"))
+    share = said.pop("partial_rotary_factor", turned / (turned + plain))
+    if share != turned / (turned + plain):
+        both = f"qk_rope_head_dim is {turned!r}, qk_nope_head_dim is {plain!r}"
+        raise rules.wrong(f"partial_rotary_factor is {share!r}, but {both}")
+    beta, length = (
+        said.pop("llama_4_scaling_beta", None),
+        said.get("original_max_position_embeddings"),
+    )
+    if beta is not None and not length:
+        raise rules.wrong(
+            "rope_parameters.original_max_position_embeddings is missing beside llama_4_scaling_beta"
+        )
+    if said.get("rope_type", said.get("type")) in (None, "default", "linear"):
+        said.pop("original_max_position_embeddings", None)
+    _MISTRAL_ROPE.reader({**theirs, "rope_parameters": said, "rope_scaling": None}, ours)
+    grows = None if beta is None else dict(length=length, scale=beta, offset=0, kind="temperature")
+    put(ours, "tower.attention.temperature", grows)
+
+
+def _write_mistral(ours: Data, theirs: Data) -> None:
+    again = copy.deepcopy(ours)
+    _read_mistral(theirs, again)
+    if again == ours:
+        return
+    written: Data = {}
+    _MISTRAL_ROPE.writer(ours, written)
+    said = written.get("rope_parameters") or dict(rope_type="default", rope_theta=1e4)
+    grows = get(ours, "tower.attention.temperature")
+    if isinstance(grows, dict):
+        said |= dict(
+            llama_4_scaling_beta=grows["scale"], original_max_position_embeddings=grows["length"]
+        )
+    theirs.pop("rope_scaling", None)
+    theirs["rope_parameters"] = said
+
+
+_MISTRAL_ROPE = rules.rope_at("tower.attention.rope")
+MISTRAL4 = llama_like(
+    "mistral4", decoder_heads("Mistral4"), _MLA, (SWIGLU, MoE(1, 1, 1, shared=1, group_best=2)),
+    frame=_latent_keys("tower.attention", 1, 1.0),
+    keys=dict(
+        q_lora_rank=Key("tower.attention.query_latent", 1024, null=None),
+        num_experts_per_tok=Key("tower.ffn.1.active", 4), n_group=rules.expert_groups(None, (1, 1)),
+        norm_topk_prob=Key("tower.ffn.1.normalized", True, null=False), mlp_layer_types=rules.experts_by_layer(0),
+        rope_interleave=Key("tower.attention.rope.layout", True, _INTERLEAVED, False),
+        rope_parameters=Group(_MISTRAL_ROPE.names, _read_mistral, _write_mistral),
+    ),
+    inert=f"{_LATENT_INERT} head_dim", aliases=dict(num_local_experts="n_routed_experts"),
+    layer={
+        **{key: row for key, row in _latent_layer("attention").items() if "{e}" not in key},
+        "mlp.experts.gate_up_proj": To("ffn.{gate,up}", tensors.GATE_UP), "mlp.experts.down_proj": "ffn.down",
+    },
 )  # fmt: skip

@@ -12,6 +12,7 @@ from regard.checkpoint.families.common import (
     BIASED,
     EIGHT_KV,
     GATED,
+    MIXTRAL_EXPERTS,
     NORM_EPS,
     NORMS,
     PLUS_ONE,
@@ -59,8 +60,7 @@ MIXTRAL = llama_like(
     inert="output_router_logits router_aux_loss_coef router_jitter_noise",
     aliases=dict(num_experts="num_local_experts"),
     layer={
-        **NORMS, **ATTENTION, "block_sparse_moe.gate.weight": "ffn.router.weight",
-        "block_sparse_moe.experts.{e}.{w1,w2,w3}.weight": To("ffn.{gate,down,up}", tensors.STACKED),
+        **NORMS, **ATTENTION, **MIXTRAL_EXPERTS,
     },
     presets={"mixtral-8x7b": sizes(32000, 4096, 32, 32, 14336, 32768)},
 )  # fmt: skip

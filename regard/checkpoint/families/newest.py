@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from regard.attention.compressed import Compressed
 from regard.block import Streams
@@ -54,7 +55,7 @@ def _read_layers(theirs: Data, ours: Data) -> None:
 
 
 def _attention_of(one: Data) -> int:
-    return 0 if need(one, "rate") is None else 1 if one["overlap"] else 2
+    return 0 if need(one, "rate") is None else 1 if need(one, "overlap") else 2
 
 
 def _ffn_of(one: Data) -> int:
@@ -84,7 +85,7 @@ _LAYERS = Group(
 _RATES = {_WORDS[1]: "compress_rate_csa", _WORDS[2]: "compress_rate_hca"}
 
 
-def _rates(theirs: Data) -> list[int]:
+def _rates(theirs: Data) -> list[Any]:
     said = theirs.get("compress_rates")
     each = [
         (said or _KINDS).get(word) if theirs.get(old) is None else theirs[old]
@@ -115,10 +116,12 @@ def _write_rates(ours: Data, theirs: Data) -> None:
 _PLACES = dict(main=(0,), compress=(1, 2))
 
 
-def _turned(theirs: Data) -> float:
+def _turned(theirs: Data) -> Any:
     """The share of a head that turns."""
     share, older = theirs.get("partial_rotary_factor"), theirs.get("qk_rope_head_dim")
-    nested = ((theirs.get("rope_parameters") or {}).get("main") or {}).get("partial_rotary_factor")
+    nested: Any = ((theirs.get("rope_parameters") or {}).get("main") or {}).get(
+        "partial_rotary_factor"
+    )
     if nested is not None or share is not None:
         return share if nested is None else nested
     return 64 / 512 if older is None else older / theirs.get("head_dim", 512)

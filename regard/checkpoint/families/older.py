@@ -580,10 +580,11 @@ def _write_nested(ours: Data, theirs: Data) -> None:
 
 _MPT_ATTENTION: Keys = dict(
     softmax_scale=Key("tower.attention.scale", None),
+    clip_qkv=Key("tower.attention.clip", None, (lambda most: most or None, lambda most: most)),
     # transformers looks at none of these, and computes as these say.
     **fixed(alibi=True, alibi_bias_max=8, attn_type="multihead_attention", prefix_lm=False, qk_ln=False),
     # Theirs is a whole number.
-    **fixed(attn_uses_sequence_id=False, attn_pdrop=0, clip_qkv=None),
+    **fixed(attn_uses_sequence_id=False, attn_pdrop=0),
 )  # fmt: skip
 # How it is computed, and what every config of transformers has.
 _NESTED_INERT = frozenset(

@@ -164,6 +164,21 @@ MT5 = replace(
     ),
     presets={"mt5-small": _mt5(512, 8, 6, 1024), "mt5-base": _mt5(768, 12, 12, 2048)},
 )  # fmt: skip
+# It has a bias for each layer, and scales where its folder does not say that nothing is tied. (Newer transformers take
+# what such a folder says for the other, whether there are two tables or not, and so make its logits smaller.)
+_UMT5_BIAS = "{tower}.block.{i}.layer.0.SelfAttention.relative_attention_bias.weight"
+UMT5 = replace(
+    MT5, name="umt5", heads={"UMT5ForConditionalGeneration": LM(), "UMT5Model": None},
+    blank=EncoderDecoderConfig(
+        Tokens(1), replace(_T5_ENCODER, relative_shared=False), Tokens(1),
+        replace(_T5_DECODER, relative_shared=False),
+    ),
+    config=MT5.config | dict(tie_word_embeddings=Key("head.scaled", True, quiet=True)),
+    tensors={name: row for name, row in T5.tensors.items() if "relative_attention" not in name} | {
+        _UMT5_BIAS.replace("{tower}", tower): tower + ".relative.{i}.weight" for tower in ("encoder", "decoder")
+    },
+    presets={"umt5-small": _mt5(512, 8, 6, 1024) | {"vocab_size": 256384, "tie_word_embeddings": False}},
+)  # fmt: skip
 
 # --- BART and Marian ----------------------------------------------------------------------------------------------
 

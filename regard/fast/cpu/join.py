@@ -126,6 +126,10 @@ class Join(Specialise):
         kind = OrderedLatent if own and type(module) is LatentAttention else type(module)
         return self.copy_as(kind, module, w_ukv=self.unpacked(module.w_ukv))
 
+    def router(self, module: MixtureOfExperts) -> nn.Module:
+        stays = module.config.wide_router and not isinstance(module.router, ADAPTED)
+        return copy.copy(module.router) if stays else self.unpacked(module.router)
+
     def feed_forward(self, module: FeedForward) -> nn.Module | str:
         """Between the products int8 stays in the float32 that it gives."""
         if why := unlike(module, *ADAPTED):
@@ -157,7 +161,7 @@ class Join(Specialise):
         Block: lambda maker, m: maker.block(m),
         # Whose absorbed form reads the weight itself.
         LatentAttention: lambda maker, m: maker.latent(m),
-        MixtureOfExperts: lambda maker, m: maker.copy(m, router=maker.unpacked(m.router)),
+        MixtureOfExperts: lambda maker, m: maker.copy(m, router=maker.router(m)),
         # They hold their weights twice over.
         **dict.fromkeys((nn.GRU, nn.LSTM, nn.RNN), lambda maker, m: copy.copy(m)),
     }

@@ -172,7 +172,8 @@ class NativeAttention(_Native, JoinedAttention):
         bias = ctx.bias(cache.span)
         if bias is not None:
             given = bias
-            bias = ctx.once("bias of rows", lambda: given[:, :, 0].float().contiguous())
+            key = "bias of rows", ctx.relative
+            bias = ctx.once(key, lambda: given[:, :, 0].float().contiguous())
         more = {"scale": self.scale, "place": place, "page": page, "window": c.window}
         o = attend_one(q, k, v, pos, **more, bias=bias)
         if ctx.probe is not None:

@@ -398,7 +398,7 @@ class GraphIndexer(Indexer):
         kernels do that there."""
         assert isinstance(ctx, GraphContext)
         some = x[..., : self.config.rope_dim]
-        ctx.rotate(some, self.config.attention.rope, "half", out=some)
+        ctx.rotate(some, self.config.attention.rope, self.config.rope_layout, out=some)
         return x
 
     def fast(self, keys: Tensor) -> bool:
@@ -413,7 +413,8 @@ class GraphIndexer(Indexer):
     ) -> tuple[Tensor, Tensor] | None:
         """The index keys of x (n m), into their pages; and what is `asked` for, queries (n H D) and weights (n H)."""
         c, (keys,), shape, q = self.config, slots.mine, ctx.pos.index.shape, None
-        if slots.pack is not None or c.hadamard or not self.fast(keys):
+        apart = c.hadamard or c.rope_layout != "half"  # the kernel turns halves
+        if slots.pack is not None or apart or not self.fast(keys):
             slots.store(self.kept(self.keys(x.view(*shape, -1), ctx)).flatten(0, 1))
             if asked is None:
                 return None

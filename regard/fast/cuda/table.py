@@ -99,6 +99,7 @@ class Cuda(Specialise):
     def __init__(self, kernels: bool, relative: nn.Module | None):
         super().__init__()
         self.kernels, self.biased = kernels, relative is not None
+        relative = relative[0] if isinstance(relative, nn.ModuleList) else relative
         # Kernels are given a bias by distance alone.
         ours = relative is None or (type(relative) is RelativeBias and relative.by_distance)
         self.no_distance = "" if ours else f"it has a {type(relative).__name__}"
@@ -142,7 +143,9 @@ class Cuda(Specialise):
         if why := why or ("what it gives is scaled" if m.gain is not None else ""):
             return self.over_tensors(m, why)
         names = ("norm1", "norm2", "norm3")
-        norms = [n for n, part in zip(names, (m.attention, m.cross, m.ffn)) if part is not None]
+        # Where both parts read one norm, the first of these has it.
+        fed = (m.attention, m.cross, None if ORDERS[m.order].shared else m.ffn)
+        norms = [n for n, part in zip(names, fed, strict=True) if part is not None]
         parts: dict[str, nn.Module] = {n: LeftNorm(getattr(m, n), around is after) for n in norms}
         if m.cross is not None:
             parts["cross"] = self.cross(m.cross)

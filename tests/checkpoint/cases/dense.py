@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from tests.checkpoint.cases import BASE, KV, LLAMA3, YARN, Case, Settings, case, rope
+from tests.checkpoint.cases import BASE, KV, LLAMA3, YARN, YARN_SCALED, Case, Settings, case, rope
 
 _SLIDE, _FULL = "sliding_attention", "full_attention"
 # transformers' fused attention forgets the cap on scores.
 _GEMMA2 = dict(KV, head_dim=6, sliding_window=4, attn_implementation="eager")
 _IDS = dict(pad_token_id=0, eos_token_id=2)
+_MINISTRAL = dict(KV, head_dim=8, pad_token_id=0)
 _GLM = dict(BASE, **_IDS, num_key_value_heads=1, head_dim=8)
 
 CASES: list[Case] = [
@@ -58,6 +59,27 @@ CASES: list[Case] = [
          layer_types=[_FULL, _FULL], head_dim=6, tie_word_embeddings=True),
     case("exaone4-types", "Exaone4ForCausalLM", KV, YARN, sliding_window=3, layer_types=[_FULL, _SLIDE],
          sliding_window_pattern="GL", rms_norm_eps=1e-3),
+    case("olmo", "OlmoForCausalLM", BASE, num_key_value_heads=1, eos_token_id=2),
+    case("olmo-clipped", "OlmoForCausalLM", BASE, YARN, clip_qkv=0.7, attention_bias=True, head_dim=8,
+         tie_word_embeddings=True),
+    case("nanochat", "NanoChatForCausalLM", BASE, num_key_value_heads=1, head_dim=6),
+    case("nanochat-biased", "NanoChatForCausalLM", KV, YARN, attention_bias=True, hidden_act="silu",
+         final_logit_softcapping=None, rms_norm_eps=1e-2, tie_word_embeddings=True, head_dim=8),
+    case("granite", "GraniteForCausalLM", KV, attention_multiplier=0.4, embedding_multiplier=3.0,
+         logits_scaling=2.5, residual_multiplier=0.3),
+    case("granite-biases", "GraniteForCausalLM", BASE, num_key_value_heads=1, attention_bias=True,
+         mlp_bias=True, tie_word_embeddings=True, head_dim=6),
+    case("cohere", "CohereForCausalLM", BASE, num_key_value_heads=1, eos_token_id=2, bos_token_id=1),
+    case("cohere-norms", "CohereForCausalLM", KV, use_qk_norm=True, logit_scale=0.5, attention_bias=True,
+         layer_norm_eps=1e-3, tie_word_embeddings=False),
+    case("cohere2", "Cohere2ForCausalLM", BASE, num_hidden_layers=4, num_key_value_heads=1, sliding_window=4),
+    case("cohere2-types", "Cohere2ForCausalLM", KV, YARN, layer_types=[_SLIDE, _FULL], sliding_window=3,
+         logit_scale=1.5, tie_word_embeddings=False, attention_bias=True),
+    case("ministral3", "Ministral3ForCausalLM", _MINISTRAL, rope_parameters=dict(
+         YARN_SCALED["rope_parameters"], original_max_position_embeddings=3, llama_4_scaling_beta=0.6)),
+    case("ministral3-answers", "Ministral3ForQuestionAnswering", _MINISTRAL),
+    case("ministral3-default", "Ministral3ForCausalLM", BASE, num_key_value_heads=1, head_dim=6,
+         sliding_window=4, tie_word_embeddings=True, pad_token_id=0),
 ]  # fmt: skip
 ODD: Settings = {}
 KEPT: list[str] = ["gemma2", "smollm3-window"]

@@ -73,7 +73,7 @@ CASES = [
          rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=500.0)),
     case("mpt", "MptForCausalLM", _MPT),
     case("mpt-odd", "MptForCausalLM", _MPT, d_model=35, n_heads=5, layer_norm_epsilon=1e-3, tie_word_embeddings=False,
-         attn_config=dict(softmax_scale=0.3)),
+         attn_config=dict(softmax_scale=0.3, clip_qkv=0.4)),
     case("mpt-body", "MptModel", _MPT),
     case("mpt-answers", "MptForQuestionAnswering", _MPT),
     case("mpt-labels", "MptForSequenceClassification", _MPT, num_labels=3, pad_token_id=0),

@@ -14,6 +14,10 @@ CASES = [
     case("mt5-relu", _MT5, T5, feed_forward_proj="relu", relative_attention_num_buckets=8,
          relative_attention_max_distance=10),
     case("mt5-body", "MT5Model", T5),
+    case("umt5", _UMT5, T5, num_decoder_layers=1),
+    case("umt5-relu", _UMT5, T5, feed_forward_proj="relu", num_layers=3, relative_attention_num_buckets=8,
+         relative_attention_max_distance=10),
+    case("umt5-body", "UMT5Model", T5),
     case("mbart", _MBART, _STARTS, scale_embedding=True),
     case("mbart-untied", _MBART, _STARTS, tie_word_embeddings=False, d_model=30, encoder_attention_heads=5,
          activation_function="relu"),
@@ -30,4 +34,4 @@ CASES = [
          tie_word_embeddings=False),
 ]  # fmt: skip
 ODD: Settings = {}
-KEPT = ["m2m-100"]
+KEPT = ["m2m-100", "umt5"]
