@@ -104,9 +104,8 @@ class Windows:
         index, place = torch.broadcast_tensors(k_pos.index, k_pos.absolute)
         if k_pos.place is None:
             # Tokens lie by position.
-            at = torch.arange(rate - 1, k_pos.size, rate, device=index.device).expand(
-                len(index), -1
-            )
+            ends = torch.arange(k_pos.size // rate, device=index.device) * rate + rate - 1
+            at = ends.expand(len(index), -1)
         else:
             ends = (index >= 0) & (place % rate == rate - 1)
             most = int(ends.sum(-1).max())
