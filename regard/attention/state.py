@@ -86,7 +86,7 @@ class StateMechanism(Mechanism):
         inputs = torch.cat([state["conv"].to(inputs), inputs], 1)
         count = (ctx.pos.index >= 0).sum(1).expand(len(x))
         real = torch.arange(x.shape[1], device=x.device) < count[:, None]
-        q, k, v = self.split(self.convolve(inputs, fresh).to(wide))
+        q, k, v = self.split(self.convolve(inputs, fresh))
         g, beta = self.gates(x, wide)
         g, beta = g * real[..., None, None], beta * real[..., None]
         before, keep = state["s"].to(wide), ((count - 1) // CHUNK - 1).clamp(min=0)
@@ -121,9 +121,11 @@ class StateMechanism(Mechanism):
         return torch.stack(new).any(0) if new else None
 
     def convolve(self, inputs: Tensor, fresh: Tensor | None) -> Tensor:
-        """silu(sum_i w_i x_{t - conv + 1 + i} + bias) of every channel by itself, inside its document."""
+        """silu(sum_i w_i x_{t - conv + 1 + i} + bias) of every channel by itself, inside its document; in float32 at
+        least."""
         width, size = self.config.conv, inputs.shape[1] - self.config.conv + 1
-        terms = [inputs[:, i : i + size] * self.taps[:, i] for i in range(width)]
+        taps = self.taps.to(torch.promote_types(inputs.dtype, torch.float32))
+        terms = [inputs[:, i : i + size] * taps[:, i] for i in range(width)]
         if fresh is not None:
             column = torch.arange(size, device=inputs.device)
             age = column - torch.where(fresh, column, -width).cummax(1).values

@@ -344,6 +344,16 @@ def test_state_of_a_half_precision_model_is_float32() -> None:
     assert cache.states[0]["conv"].dtype == torch.bfloat16
 
 
+@torch.no_grad()
+def test_convolution_of_a_half_precision_model_adds_up_in_float32() -> None:
+    """Its products rounded one by one would be further from the exact sum than that sum rounded once."""
+    half = layer().bfloat16()
+    x = torch.randn(2, 30, half.taps.shape[0], dtype=torch.bfloat16)
+    found = half.convolve(x, None).double()
+    exact = half.double().convolve(x.double(), None)
+    assert (found - exact).abs().max() < 1e-2 * (exact.bfloat16() - exact).abs().max()
+
+
 def test_layer_starts_with_decays_and_taps_of_their_ranges() -> None:
     """As transformers draws them, but for a decay of nothing, whose logarithm is none."""
     start = DeltaRule(1, value_heads=40_000, key_dim=1, value_dim=1, conv=3).make(2)
