@@ -100,6 +100,8 @@ def test_configs_that_do_not_fit_are_told() -> None:
     clip: Any = regard.from_hf(CASES["clip"].make()).config
     with pytest.raises(UsageError, match="texts? that reads tokens"):
         type(clip)(clip.image, clip.image)
+    with pytest.raises(UsageError, match="vectors of 24 numbers for texts, and of 768 for images"):
+        regard.build("clip-vit-base-patch32", **{"text.head.width": 24, "image.head.width": 768})
     with pytest.raises(UsageError, match="give a pooler too"):
         TransformerConfig(clip.text.embedding, clip.text.tower, clip.text.head)
     with pytest.raises(UsageError, match="give both or neither"):

@@ -10,9 +10,19 @@ from torch import Tensor, nn
 
 from regard.config import Real, settings
 from regard.errors import UsageError
+from regard.layers import Project
 from regard.models.base import Lengths, Model
 from regard.models.embedding import Patches, Tokens
+from regard.models.pool import Pool
 from regard.models.transformer import TransformerConfig
+
+
+def _width(config: TransformerConfig) -> int:
+    """Of the vector that `Transformer.pool` gives."""
+    if isinstance(config.head, Project):
+        return config.head.width
+    dense = config.pooler.dense if isinstance(config.pooler, Pool) else None
+    return dense or config.tower.outputs
 
 
 @settings
@@ -31,6 +41,11 @@ class PairConfig:
             self.image.embedding, Patches
         ):
             raise UsageError("a pair has a text that reads tokens and an image that reads patches")
+        text, image = _width(self.text), _width(self.image)
+        if text != image:
+            widths = f"vectors of {text} numbers for texts, and of {image} for images"
+            fix = "tower.dim, head.width of a projection, or pooler.dense"
+            raise UsageError(f"a pair compares vectors of one width, but has {widths}; see {fix}")
 
     def make(self) -> Pair:
         return Pair(self)

@@ -308,7 +308,7 @@ def _read_width(theirs: Data, ours: Data) -> None:
 
 
 def _write_width(ours: Data, theirs: Data) -> None:
-    theirs["embedding_size"] = ours["embedding"]["width"] or ours["tower"]["dim"]
+    theirs["embedding_size"] = rules.need(ours, "embedding.width") or ours["tower"]["dim"]
 
 
 def _read_discriminator(theirs: Data, ours: Data) -> None:

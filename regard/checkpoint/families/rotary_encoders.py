@@ -65,15 +65,15 @@ def _read_esm_words(theirs: Data, ours: Data) -> None:
 
 
 def _write_esm_words(ours: Data, theirs: Data) -> None:
-    words = rules.need(ours, "embedding")
+    norm, dropped_id = (rules.need(ours, f"embedding.{name}") for name in ("norm", "dropped_id"))
     for key, on in (
-        ("emb_layer_norm_before", words["norm"] is not None),
-        ("token_dropout", words["dropped_id"] is not None),
+        ("emb_layer_norm_before", norm is not None),
+        ("token_dropout", dropped_id is not None),
     ):
         if bool(theirs.get(key)) != on:
             theirs[key] = on
-    if words["dropped_id"] is not None:
-        theirs["mask_token_id"] = words["dropped_id"]
+    if dropped_id is not None:
+        theirs["mask_token_id"] = dropped_id
 
 
 _ESM2: Data = dict(
