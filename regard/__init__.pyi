@@ -16,7 +16,7 @@ from regard.evaluation.run import evaluate
 from regard.fast.cpu import prepare
 from regard.labs.run import lab
 from regard.layers import LM, MLM, MLP, NORMS, Answer, BatchNorm, Classify, Norm, Tag
-from regard.mask import Causal, Documents, Full, Padding, Prefix, Span, Visible, Window
+from regard.mask import Causal, Chunk, Documents, Full, Padding, Prefix, Span, Visible, Window
 from regard.models import (
     Canvas,
     EncoderDecoderConfig,
@@ -40,6 +40,7 @@ from regard.position import (
     Rope,
     Sinusoidal,
     T5Bias,
+    Temperature,
     Yarn,
 )
 from regard.presets import PRESETS, build
@@ -60,6 +61,7 @@ __all__ = [
     "CacheSpec",
     "Canvas",
     "Causal",
+    "Chunk",
     "Classify",
     "Context",
     "Contiguous",
@@ -108,6 +110,7 @@ __all__ = [
     "Span",
     "T5Bias",
     "Tag",
+    "Temperature",
     "Tokens",
     "Tower",
     "Trainer",
