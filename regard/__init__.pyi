@@ -1,7 +1,18 @@
 """What type checkers and editors know of the public names, which __init__.py finds when they are used."""
 
 from regard import presets
-from regard.attention import ATTENTION, BACKENDS, CROSS, DSA, GQA, MLA, Context, DeltaRule, attend
+from regard.attention import (
+    ATTENTION,
+    BACKENDS,
+    CROSS,
+    DSA,
+    GQA,
+    MLA,
+    SSD,
+    Context,
+    DeltaRule,
+    attend,
+)
 from regard.block import FEED_FORWARDS, ORDERS, Order, Tower
 from regard.cache import LAYOUTS, CacheSpec, Contiguous, Paged, Ring
 from regard.checkpoint import from_hf, load
@@ -104,6 +115,7 @@ __all__ = [
     "Rope",
     "RunConfig",
     "SCALINGS",
+    "SSD",
     "Seq2SeqConfig",
     "Settings",
     "Sinusoidal",
