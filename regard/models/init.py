@@ -93,7 +93,11 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
     if start.scheme in ("clip", "siglip"):
         return {"clip": _clip, "siglip": _siglip}[start.scheme](model)
     layers = max((len(p.blocks) for p in model.modules() if isinstance(p, Stack)), default=layers)
-    # after the matrices inside them
+    _redraw(model, start, layers)
+
+
+def _redraw(model: nn.Module, start: Start, layers: int) -> None:
+    """What a part has another start for than for the matrices inside it."""
     for part in model.modules():
         if isinstance(part, Stack) and start.scheme in ("gpt2", "modernbert", "nanochat"):
             writes: tuple[str, ...] = ("wo.weight", "down.weight", "ffn.down")

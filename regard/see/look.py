@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.attention import DSA, GQA, MLA, SSD, DeltaRule
+from regard.attention import DSA, GQA, MLA, SSD, Compressed, DeltaRule
 from regard.block import Tower
 from regard.checkpoint import load
 from regard.data.pictures import Pictures, load_arrays
@@ -403,6 +403,9 @@ SAID: dict[type, Callable[[Any], str]] = {
     GQA: lambda a: {1: "mqa", a.heads: "mha"}.get(a.groups, f"gqa, {a.groups} key heads"),
     MLA: lambda a: f"mla, latent of {a.latent}",
     DSA: lambda a: f"{_kind(a.attention)}; dsa chooses {a.topk} keys",
+    Compressed: lambda a: (
+        f"the last {a.local} tokens" + (f", and entries of {a.rate}" if a.rate else "")
+    ),
     DeltaRule: lambda a: "delta rule, a state that weighs no tokens",
     SSD: lambda a: "state-space dual, a state that weighs no tokens",
 }

@@ -457,5 +457,5 @@ def cache_bytes(model: Any) -> dict[str, int] | None:
     for config in tower.each("attention"):
         a = config.attention if isinstance(config, DSA) else config
         d = a.head_dim or tower.dim // a.heads
-        full += 2 * a.heads * (d + (a.value_dim or d))
+        full += 2 * a.heads * (d + (getattr(a, "value_dim", None) or d))
     return {"token": token, "mha": full}
