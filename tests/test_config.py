@@ -135,7 +135,7 @@ def test_whole_number_serves_as_float() -> None:
 def test_unknown_kind_lists_the_known() -> None:
     with pytest.raises(
         UsageError,
-        match="attention.kind is 'flash'; known: compressed, delta, disentangled, dsa, gqa, mla",
+        match="attention.kind is 'flash'; known: compressed, delta, disentangled, dsa, gqa, mla, ssd",
     ):
         from_dict(TransformerConfig, bad(tower__attention__kind="flash"))
     with pytest.raises(UsageError, match=r"attention.kind is 'gq'; did you mean 'gqa'\?"):
@@ -233,10 +233,6 @@ def test_divisors_are_all_of_them() -> None:
         (lambda: GQA(8, 3), "kv_heads=3 must divide gqa.heads=8; choose one of .1, 2, 4, 8."),
         (lambda: GQA(5).make(24), "heads=5 does not divide dim=24; choose one of"),
         (lambda: MLA(5, latent=4).make(24), "heads=5 does not divide dim=24"),
-        (
-            lambda: MLA(4, latent=4, rope_dim=2),
-            "mla.rope_dim needs mla.rope; give it too, such as Rope.., or leave rope_dim out",
-        ),
         (
             lambda: MLA(4, latent=4, rope=Rope()),
             "mla.rope needs mla.rope_dim; give it too, such as 32",

@@ -205,6 +205,6 @@ def test_classify_reads_the_last_token_where_it_says_so() -> None:
     torch.testing.assert_close(head(h), h[:, -1] @ head.out.weight.T)
     with pytest.raises(
         UsageError,
-        match="token = 'lst' is unknown; did you mean 'last'. known: each, first, last, mean",
+        match="token = 'lst' is unknown; did you mean 'last'. known: both, each, first, last, mean",
     ):
         Classify(3, token="lst")

@@ -22,8 +22,15 @@ from regard.config import Kinds
 
 BACKENDS |= {"online": online, "ordered": ordered}
 Mechanisms = dict[str, type[MechanismConfig]]
-ATTENTION: Mechanisms = {"gqa": GQA, "mla": MLA, "dsa": DSA, "delta": DeltaRule, "ssd": SSD}
-ATTENTION |= {"compressed": Compressed, "disentangled": Disentangled}
+ATTENTION: Mechanisms = {
+    "gqa": GQA,
+    "mla": MLA,
+    "dsa": DSA,
+    "delta": DeltaRule,
+    "ssd": SSD,
+    "compressed": Compressed,
+    "disentangled": Disentangled,
+}
 CROSS: Mechanisms = {"gqa": GQA, "mla": MLA}
 
 # As fields of configs name them.

@@ -320,17 +320,25 @@ def _check(steps: list[Step], source: Source) -> list[str]:
     wanted = {n: shape for s in steps for n, shape in zip(s.theirs, s.their_shapes(), strict=True)}
     left = [name for name in source if name not in wanted]
     whole = {name for s in steps for name in s.theirs if s.op.whole}
+    cut = {name for s in steps for name in s.theirs if s.op.cut}
     for name, shape in wanted.items():
         if name not in source:
             hint = _near(name, left) or f"{len(left)} are left over, none with a name like it"
             raise UsageError(f"tensor {name} is missing from the weights; {hint}")
-        if (stored := source[name].shape) != shape:
+        stored = source[name].shape
+        if stored[name in cut :] != shape[name in cut :]:
             raise UsageError(f"tensor {name} has shape {stored}, the config asks for {shape}")
         counts = source[name].dtype is torch.int64 and name in whole
         if (kind := source[name].dtype) not in FLOATS and not counts:
             known = f"weights must be one of {', '.join(map(dtype_name, FLOATS))}"
             but = "(float8 only with quantization_config and its scales)"
             raise UsageError(f"tensor {name} is stored as {dtype_name(kind)}; {known} {but}")
+    for s in (s for s in steps if s.op.cut):
+        rows = sum(source[name].shape[0] for name in s.theirs)
+        if rows != sum(shape[0] for shape in s.shapes):
+            raise UsageError(
+                f"tensors {', '.join(s.theirs)} have {rows} rows, not as many as the config asks for"
+            )
     return left
 
 

@@ -163,7 +163,7 @@ Keys = dict[str, ConfigRule]
 _KINDS = {
     "true or false": """is_causal is_gated_act scale_decoder_outputs share_encoder_decoder_embeddings
     tie_word_embeddings use_sliding_window _remove_final_layer_norm alibi do_layer_norm_before multi_query
-    new_decoder_architecture parallel_attn use_swiglu_ffn use_qk_norm attn_temperature_tuning""",
+    new_decoder_architecture parallel_attn qk_layernorm use_swiglu_ffn use_qk_norm attn_temperature_tuning""",
     "a whole number": """decoder_sparse_step first_k_dense_replace full_attention_interval inner_group_num
     global_attn_every_n_layers head_dim local_attention max_position_embeddings max_window_layers n_group
     num_hidden_groups num_hidden_layers num_labels original_max_position_embeddings sliding_window

@@ -27,12 +27,13 @@ def choices(name: str) -> list[str]:
 class Op:
     """Their tensors -> ours, given the sizes of ours, and ours -> theirs, given how many those are;
     the config of the model tells both what the tensors do not. `turned`: their matrices are (in, out). `whole`: theirs
-    are whole numbers."""
+    are whole numbers; `cut`: their rows are counted together, wherever they are cut."""
 
     load: Callable[[list[Tensor], list[torch.Size], Any], list[Tensor]]
     save: Callable[[list[Tensor], int, Any], list[Tensor]]
     turned: bool = False
     whole: bool = False
+    cut: bool = False
 
 
 SAME = Op(lambda theirs, *_: theirs, lambda ours, *_: ours)
@@ -130,8 +131,8 @@ def _taps_apart(ours: list[Tensor], _: int, config: Any) -> list[Tensor]:
     return [x[:, None] for x in ours[0].split([keys, keys, delta.heads * delta.value_dim])]
 
 
-# One for q, k and v each.
-TAPS_APART = Op(lambda theirs, *_: [torch.cat(theirs)[:, 0]], _taps_apart)
+# One for q, k and v each, which transformers cuts into thirds whatever their sizes.
+TAPS_APART = Op(lambda theirs, *_: [torch.cat(theirs)[:, 0]], _taps_apart, cut=True)
 # A number for each head: theirs (1 1 h 1).
 BY_HEAD = Op(
     lambda theirs, *_: [theirs[0].flatten()], lambda ours, *_: [ours[0][None, None, :, None]]

@@ -72,14 +72,6 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
             _matrix(part.weight.flatten(1), start)
         elif isinstance(part, (nn.LayerNorm, RMSNorm, HeadNorm)):
             nn.init.constant_(part.weight, 0.0 if getattr(part, "plus_one", False) else 1.0)
-        elif isinstance(part, TokenBatchNorm):
-            for weight, value in (
-                (part.weight, 1.0),
-                (part.bias, 0.0),
-                (part.mean, 0.0),
-                (part.var, 1.0),
-            ):
-                nn.init.constant_(weight, value)
         elif isinstance(part, Xielu):
             part.start()
         elif isinstance(part, MixtureOfExperts):
@@ -139,6 +131,10 @@ def _rarer(part: nn.Module, start: Start) -> None:
     """Parts that few models have."""
     if isinstance(part, Gain):
         nn.init.ones_(part.weight)
+    elif isinstance(part, TokenBatchNorm):
+        for one, zero in ((part.weight, part.bias), (part.var, part.mean)):
+            nn.init.ones_(one)
+            nn.init.zeros_(zero)
     elif isinstance(part, Mix):
         nn.init.zeros_(part.bias)
         nn.init.ones_(part.scale)

@@ -23,7 +23,9 @@ _TILES = dict(PICTURES, intermediate_size=64, image_size=28, vision_output_dim=3
 _TILES |= dict(projector_input_dim=32, projector_output_dim=32)
 _CHUNKS = dict(num_local_experts=4, intermediate_size_mlp=22, attention_chunk_size=4)
 LM = "ForConditionalGeneration"
-# A class of theirs -> what its language model is, settings of both, the class that we save.
+_LATER = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=3)
+_LATER |= dict(llama_4_scaling_beta=0.6)
+# A class of theirs, perhaps with a word behind it -> what its language model is, both settings, the class that we save.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     f"Gemma3{LM}": (dict(TEXT, sliding_window=4), PICTURES, "Gemma3ForCausalLM"),
     "Gemma3ForSequenceClassification": (
@@ -31,6 +33,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "Gemma3Model": (dict(TEXT, sliding_window=4), PICTURES, "Gemma3TextModel"),
     f"Mistral3{LM}": (dict(TEXT, model_type="mistral"), PIXTRAL, "MistralForCausalLM"),
+    f"Mistral3{LM} newer": (
+        dict(TEXT, model_type="ministral3", rope_parameters=_LATER), PIXTRAL, "Ministral3ForCausalLM",
+    ),
     f"Llama4{LM}": (dict(TEXT, **_CHUNKS), _TILES, "Llama4ForCausalLM"),
 }  # fmt: skip
 
@@ -38,7 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def make(name: str, tied: bool = False) -> Any:
     """A tiny random model of theirs."""
     transformers = pytest.importorskip("transformers")
-    cls, (text, pictures, _) = getattr(transformers, name), CASES[name]
+    cls, (text, pictures, _) = getattr(transformers, name.split()[0]), CASES[name]
     more = dict(tie_word_embeddings=tied, image_token_index=49, num_labels=3)
     torch.manual_seed(0)
     module = cls(cls.config_class(text_config=dict(text), vision_config=dict(pictures), **more))

@@ -47,7 +47,7 @@ def modules(model: Any) -> dict[str, Any]:
     mixed = mixed and any(
         getattr(ffn, "kind", "") == "moe" for ffn in model.config.tower.each("ffn")
     )
-    return {n: s for n, s in steps.items() if not mixed or "attn" in n}
+    return {n: s for n, s in steps.items() if not mixed or "attn" in n or "mamba" in n}
 
 
 def equal(ours: Any, peer: Any) -> bool:

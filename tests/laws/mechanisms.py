@@ -60,6 +60,10 @@ MECHANISMS: dict[str, Attention] = {
     "qk_norm_bare": GQA(
         heads=3, qk_norm=1e-6, qk_norm_bare=True, rope=Rope(), head_dim=6, scale=0.7
     ),
+    "qk_norm_last": GQA(
+        heads=3, kv_heads=1, qk_norm=1e-6, qk_norm_last=True, rope=Rope(), head_dim=6
+    ),
+    "qk_norm_by_head": GQA(heads=4, kv_heads=2, qk_norm=1e-5, qk_norm_by_head=True, rope=Rope()),
     "clip": GQA(heads=4, kv_heads=2, head_dim=6, rope=Rope(), clip=0.8),
     "chunk": GQA(heads=6, kv_heads=3, head_dim=4, rope=Rope(), chunk=4),
     "temperature": GQA(heads=3, head_dim=6, rope=Rope(), temperature=Temperature(3, 0.6, 1)),
@@ -149,6 +153,7 @@ TOWERS: dict[str, dict] = {name: {"attention": a} for name, a in MECHANISMS.item
     "norms_plus_one": {"attention": _GROUPED, "norm": Norm(1e-6, rms=True, plus_one=True)},
     "one_norm": {"attention": _GROUPED, "norm": Norm(plus_one=True), "order": "shared"},
     "norms_no_bias": {"attention": _GROUPED, "norm": Norm(biased=False), "order": "sandwich"},
+    "norms_no_weight": {"attention": _GROUPED, "norm": Norm(biased=False, weighted=False)},
     "residual_gain": {"attention": _GROUPED, "residual_gain": 0.4},
     "mixed": {"attention": (MECHANISMS["window"], MECHANISMS["dsa_mla"])},
 }

@@ -453,11 +453,11 @@ def _write_scale(ours: Data, theirs: Data) -> None:
     """By as many terms as it counts."""
     scale, heads = (rules.need(ours, f"tower.attention.{word}") for word in ("scale", "heads"))
     width = rules.need(ours, "tower.attention.head_dim") or ours["tower"]["dim"] // heads
-    count = 0 if scale is None else round(scale**-2 / width) - 1
+    count = round(scale**-2 / width) - 1 if scale else 0
     if len(set(_terms(theirs))) != count:
         theirs["pos_att_type"] = ["p2c", "c2p"][: max(count, 0)]
     if width == ours["tower"]["dim"] // heads:
-        ours["tower"]["attention"]["head_dim"] = theirs.get("attention_head_size")
+        rules.put(ours, "tower.attention.head_dim", theirs.get("attention_head_size"))
 
 
 def _read_places(theirs: Data, ours: Data) -> None:

@@ -199,7 +199,7 @@ def _read_end(theirs: Data, ours: Data) -> None:
 
 
 def _write_end(ours: Data, theirs: Data) -> None:
-    end = ours["pooler"]["end"]
+    end = rules.need(ours, "pooler.end")
     end = _WRONG_END if end is None else end
     if theirs.get("eos_token_id", 49407) != end:
         theirs["eos_token_id"] = end

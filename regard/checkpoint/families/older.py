@@ -98,6 +98,21 @@ _PHI = llama_like(
 )  # fmt: skip
 _BIASED_HEAD = {"lm": {"lm_head.*": "head.*"}}
 PHI = replace(_PHI, head_tensors={**HEAD_TENSORS, **_BIASED_HEAD})
+
+
+def _read_head_norms(theirs: Data, ours: Data) -> None:
+    on = bool(theirs.get("qk_layernorm", False))
+    put(ours, "tower.attention.qk_norm", get(ours, "tower.norm.eps") if on else None)
+    put(ours, "tower.attention.qk_norm_by_head", on)
+
+
+def _write_head_norms(ours: Data, theirs: Data) -> None:
+    on = need(ours, "tower.attention.qk_norm_by_head")
+    if bool(theirs.get("qk_layernorm", False)) != on:
+        theirs["qk_layernorm"] = on
+
+
+_HEAD_NORMS = Group(("qk_layernorm",), _read_head_norms, _write_head_norms, last=True)
 STABLELM = llama_like(
     "stablelm", decoder_heads("StableLm"), replace(ROTARY, head_dim=None),
     tower=dict(norm=Norm(), attention_dropped=False),
@@ -108,9 +123,12 @@ STABLELM = llama_like(
         classifier_dropout=rules.head_dropout(
             tag=("classifier_dropout", _of_stream),
         ),
-        **fixed(qk_layernorm=False),
+        qk_layernorm=_HEAD_NORMS,
     ),
-    last_norm="norm.*", layer={**_PRE_NORMS, **_QKVO, **GATED},
+    last_norm="norm.*", layer={
+        **_PRE_NORMS, **_QKVO, **GATED,
+        "self_attn.{q,k}_layernorm.norms.{e}.weight": To("attention.{q,k}_norm.weight", tensors.STACKED),
+    },
     presets={"stablelm-3b-4e1t": sizes(50304, 2560, 32, 32, 6912, 4096)},
 )  # fmt: skip
 
@@ -211,9 +229,7 @@ CODEGEN = Family(
     },
     head_tensors=_BIASED_HEAD, derived=(r".*\.attn\.(causal_mask|(masked_)?bias|embed_positions)",),
     presets={
-        "codegen-350m": dict(
-            vocab_size=51200, n_embd=1024, n_layer=20, n_head=16, n_positions=2048, rotary_dim=32,
-        ),
+        "codegen-350m": dict(vocab_size=51200, n_embd=1024, n_layer=20, n_head=16, n_positions=2048, rotary_dim=32),
     },
 )  # fmt: skip
 
@@ -339,9 +355,7 @@ GPT_BIGCODE = Family(
     head_tensors={**HEAD_TENSORS, **_TAGS}, derived=(r".*\.attn\.(masked_)?bias", r"(transformer\.)?bias"),
     start=Start("gpt2"),
     presets={
-        "starcoder": dict(
-            vocab_size=49152, n_embd=6144, n_layer=40, n_head=48, n_inner=24576, n_positions=8192,
-        ),
+        "starcoder": dict(vocab_size=49152, n_embd=6144, n_layer=40, n_head=48, n_inner=24576, n_positions=8192),
     },
 )  # fmt: skip
 
@@ -532,8 +546,7 @@ FALCON = Family(
         # transformers drops what both parts add by one draw, and by attention_dropout where they follow one another.
         **fixed(hidden_dropout=0.0, attention_dropout=0.0),
     ),
-    aliases=dict(n_embed="hidden_size", num_ln="num_ln_in_parallel_attn", n_head="num_attention_heads")
-    | dict(n_layer="num_hidden_layers", n_head_kv="num_kv_heads"),
+    aliases=dict(n_embed="hidden_size"),
     tensors={
         "word_embeddings.weight": "embedding.weight", "ln_f.*": "tower.norm.*",
         "h.{i}.": {

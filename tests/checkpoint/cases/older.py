@@ -26,7 +26,7 @@ CASES = [
          rope_parameters=dict(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.75)),
     case("stablelm", "StableLmForCausalLM", KV, num_key_value_heads=1),
     case("stablelm-parallel", "StableLmForCausalLM", KV, use_parallel_residual=True, use_qkv_bias=True,
-         tie_word_embeddings=True, rope_parameters=dict(
+         qk_layernorm=True, tie_word_embeddings=True, rope_parameters=dict(
              rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5)),
     case("gptj", "GPTJForCausalLM", _GPTJ),
     case("gptj-tied", "GPTJForCausalLM", _GPTJ, n_embd=35, n_head=5, rotary_dim=6, n_inner=17,
