@@ -97,7 +97,11 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
     if start.scheme in ("clip", "siglip"):
         return {"clip": _clip, "siglip": _siglip}[start.scheme](model)
     layers = max((len(p.blocks) for p in model.modules() if isinstance(p, Stack)), default=layers)
-    # after the matrices inside them
+    _redraw(model, start, layers)
+
+
+def _redraw(model: nn.Module, start: Start, layers: int) -> None:
+    """What a part has another start for than for the matrices inside it."""
     for part in model.modules():
         if isinstance(part, Stack) and start.scheme in ("gpt2", "modernbert", "nanochat"):
             writes: tuple[str, ...] = ("wo.weight", "down.weight", "ffn.down")
@@ -113,18 +117,23 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
                 nn.init.normal_(part.out.weight, std=part.out.in_features**-0.5)
         if isinstance(part, GroupedQueryAttention) and start.scheme == "t5":
             part.wq.weight.div_(part.d**0.5)
-        if isinstance(part, StateSpaceDual) and start.scheme == "mamba":
-            _matrix(part.wo.weight, Start("uniform"))
-        # gpt-oss, whose they are
-        if isinstance(part, GroupedQueryAttention) and part.sinks is not None:
-            nn.init.normal_(part.sinks, std=start.std)
-        # ERNIE 4.5, likewise
-        if isinstance(part, MixtureOfExperts) and part.config.wide_router:
-            nn.init.zeros_(part.router.weight)
-        if isinstance(part, MixtureOfExperts) and part.router.bias is not None:
-            nn.init.normal_(part.router.bias, std=start.std)
-            for name in ("gate_bias", "up_bias", "down_bias"):
-                nn.init.zeros_(getattr(part, name))
+        _matrices_of(part, start)
+
+
+def _matrices_of(part: nn.Module, start: Start) -> None:
+    """What a part has otherwise than its matrices are drawn by themselves."""
+    if isinstance(part, StateSpaceDual) and start.scheme == "mamba":
+        _matrix(part.wo.weight, Start("uniform"))
+    # gpt-oss, whose they are
+    if isinstance(part, GroupedQueryAttention) and part.sinks is not None:
+        nn.init.normal_(part.sinks, std=start.std)
+    # ERNIE 4.5, likewise
+    if isinstance(part, MixtureOfExperts) and part.config.wide_router:
+        nn.init.zeros_(part.router.weight)
+    if isinstance(part, MixtureOfExperts) and part.router.bias is not None:
+        nn.init.normal_(part.router.bias, std=start.std)
+        for name in ("gate_bias", "up_bias", "down_bias"):
+            nn.init.zeros_(getattr(part, name))
 
 
 def _rarer(part: nn.Module, start: Start) -> None:
