@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.attention import DSA, GQA, MLA, SSD, DeltaRule
+from regard.attention import DSA, GQA, MLA, SSD, Compressed, DeltaRule
+from regard.block import PerLayer, Streams
 from regard.decode.engine import Engine
 from regard.decode.settings import Request, Settings
 from regard.fast.invariant import invariant
@@ -30,6 +31,10 @@ WINDOW = GQA(4, 2, 10, rope=Rope(), window=20, sinks=True, softcap=4.0, qk_norm=
 DELTA = DeltaRule(2, 4, 11, 9, conv=3)
 CHANNELS = DeltaRule(4, None, 11, 9, channels=True, rank=7, gate="sigmoid", reach=2.0)
 DUAL = SSD(6, 7, 2, 9, bias=True, least=0.01)
+COMPRESSED = Compressed(
+    4, 10, 14, 9, Rope(layout="interleaved"), 4, groups=2, rank=7, rate=3, overlap=True, topk=4,
+    index_heads=3, index_dim=6,
+)  # fmt: skip
 LATENT = MLA(4, 22, 10, 6, query_latent=14, rope=Rope(layout="interleaved"))
 CHUNKED = GQA(6, 2, 10, rope=Rope(), chunk=12, qk_norm=1e-6, qk_norm_bare=True, clip=0.9)
 WARM = GQA(6, 2, 10, temperature=Temperature(5, 0.3, 1))
@@ -62,6 +67,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "ssd_gqa": lambda: regard.build("llama", **DENSE, attention=(DUAL, GROUPED)),
     "ssd_alone": lambda: regard.build("llama", **SMALL, attention=DUAL, ffn=None),
     "delta_gqa": lambda: regard.build("llama", **DENSE, attention=(DELTA, GROUPED)),
+    "compressed": lambda: regard.build("llama", **DENSE, attention=COMPRESSED),
+    "streams": lambda: regard.build("llama", **DENSE, attention=GROUPED, streams=Streams(3, 4)),
+    "per_layer": lambda: regard.build(
+        "llama", **DENSE, attention=GROUPED, per_layer=PerLayer(11, VOCAB)
+    ),
+    "borrowing": lambda: regard.build("llama", **DENSE, attention=GROUPED, borrowing=1),
     "elman": lambda: RecurrentConfig(VOCAB, 30, 2, "elman").make(),
     "gru_dot": lambda: RecurrentConfig(VOCAB, 30, 1, "gru", "scaled_dot").make(),
     "gru_additive": lambda: RecurrentConfig(VOCAB, 30, 1, "gru", "additive").make(),
