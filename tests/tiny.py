@@ -43,6 +43,13 @@ def tiny(name: str, **more: Any) -> regard.Model:
     # Of heads of 4.
     if any(word in name for word in ("pythia", "phi-2", "stablelm", "gpt-j")):
         changes["partial"] = 0.5
+    # What a family knows by the width alone.
+    if any(word in name for word in ("bloom", "mpt-", "dinov2")):
+        changes["ffn_dim"] = 4 * TINY["dim"]
+    if "helium" in name:
+        changes["head_dim"] = 4
+    if name == "starcoder":
+        changes["kv_heads"] = 1
     # Texts are filled up to max_len, in transformers by who makes the batch (`batch` of tests/checkpoint/families.py).
     if "siglip" in name:
         changes |= {"text.pooler.dense": TINY["dim"], "max_len": 11}

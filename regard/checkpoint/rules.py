@@ -598,11 +598,11 @@ def head_dropout(**keys: tuple[str, str | float | Callable[[Data], float]]) -> G
 LABELS = Group(("id2label", "label2id", "num_labels"), _read_labels, _write_labels)
 
 
-def ids_below(last: int, *names: str) -> Group:
+def ids_below(last: int, *names: str, of: str = "embedding") -> Group:
     """What transformers takes for missing ids, up to `last`, would lie outside a smaller vocabulary: they are null."""
 
     def write(ours: Data, theirs: Data) -> None:
-        if need(ours, "embedding.vocab") <= last:
+        if need(ours, f"{of}.vocab") <= last:
             for name in names:
                 theirs.setdefault(name, None)
 

@@ -205,6 +205,7 @@ OLMO_HYBRID = llama_like(
      DeltaRule(1, 1, 1, 1, eps=1e-5, reach=2.0, steps=(1e-3, 0.1))),
     keys=dict(
         rms_norm_eps=Key("tower.norm.eps tower.attention.qk_norm", 1e-6), attention_bias=BIASED,
+        pad_token_id=rules.ids_below(100277, "pad_token_id", "eos_token_id"),
         # The convolution's too.
         **fixed(hidden_act="silu"), is_causal=rules.Fixed(True, null=False),
         rope_parameters=_rope_or_none("tower.attention.0.rope"),

@@ -49,6 +49,8 @@ def _write_esm_places(ours: Data, theirs: Data) -> None:
         theirs["rope_theta"] = rope["base"]
     if place is None:
         theirs["max_position_embeddings"] = ours["max_len"]
+        # transformers counts positions from it even where they turn, and has no default for it.
+        theirs.setdefault("pad_token_id", 1)
     else:
         theirs["pad_token_id"] = rules.need(place, "skip")
         theirs["max_position_embeddings"] = place["max_len"] + place["offset"]

@@ -46,6 +46,7 @@ WHISPER = Family(
     heads={"WhisperForConditionalGeneration": LM(), "WhisperModel": None},
     config=dict(
         vocab_size=Key("target.vocab"), d_model=Key("{encoder,decoder}.dim"),
+        pad_token_id=rules.ids_below(50256, "pad_token_id", "eos_token_id", "bos_token_id", of="target"),
         num_mel_bins=Key("source.bands", 80), max_source_positions=Key("source.size", 1500),
         max_target_positions=Key("target.position.max_len", 448),
         encoder_layers=Key("encoder.layers"), decoder_layers=Key("decoder.layers"),
