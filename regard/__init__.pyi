@@ -1,7 +1,18 @@
 """What type checkers and editors know of the public names, which __init__.py finds when they are used."""
 
 from regard import presets
-from regard.attention import ATTENTION, BACKENDS, CROSS, DSA, GQA, MLA, Context, DeltaRule, attend
+from regard.attention import (
+    ATTENTION,
+    BACKENDS,
+    CROSS,
+    DSA,
+    GQA,
+    MLA,
+    SSD,
+    Context,
+    DeltaRule,
+    attend,
+)
 from regard.block import FEED_FORWARDS, ORDERS, Order, Tower
 from regard.cache import LAYOUTS, CacheSpec, Contiguous, Paged, Ring
 from regard.checkpoint import from_hf, load
@@ -16,7 +27,7 @@ from regard.evaluation.run import evaluate
 from regard.fast.cpu import prepare
 from regard.labs.run import lab
 from regard.layers import LM, MLM, MLP, NORMS, Answer, BatchNorm, Classify, Norm, Tag
-from regard.mask import Causal, Documents, Full, Padding, Prefix, Span, Visible, Window
+from regard.mask import Causal, Chunk, Documents, Full, Padding, Prefix, Span, Visible, Window
 from regard.models import (
     Canvas,
     EncoderDecoderConfig,
@@ -40,6 +51,7 @@ from regard.position import (
     Rope,
     Sinusoidal,
     T5Bias,
+    Temperature,
     Yarn,
 )
 from regard.presets import PRESETS, build
@@ -60,6 +72,7 @@ __all__ = [
     "CacheSpec",
     "Canvas",
     "Causal",
+    "Chunk",
     "Classify",
     "Context",
     "Contiguous",
@@ -102,12 +115,14 @@ __all__ = [
     "Rope",
     "RunConfig",
     "SCALINGS",
+    "SSD",
     "Seq2SeqConfig",
     "Settings",
     "Sinusoidal",
     "Span",
     "T5Bias",
     "Tag",
+    "Temperature",
     "Tokens",
     "Tower",
     "Trainer",

@@ -208,7 +208,7 @@ def _unknown_family(theirs: Data) -> UsageError:
 
     def fit(family: Family) -> tuple[int, float]:
         known = family.keys | family.aliases.keys()
-        names = difflib.SequenceMatcher(None, str(kind), family.name)
+        names = difflib.SequenceMatcher(None, kind if isinstance(kind, str) else "", family.name)
         return sum(key in known for key in used), names.ratio()
 
     near = max(FAMILIES.values(), key=fit)

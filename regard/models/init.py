@@ -73,13 +73,9 @@ def initialize(model: nn.Module, start: Start, layers: int = 1) -> None:
             _matrix(part.weight.flatten(1), start)
         elif isinstance(part, (nn.LayerNorm, RMSNorm, HeadNorm)):
             nn.init.constant_(part.weight, 0.0 if getattr(part, "plus_one", False) else 1.0)
-        elif isinstance(part, Xielu):
-            part.start()
         elif isinstance(part, MixtureOfExperts):
             for weight in (part.gate, part.up, part.down):
                 _matrix(weight, start)
-            if part.gains is not None:
-                nn.init.ones_(part.gains)
         elif isinstance(part, (LayerTables, GroupedLinear, Mix)):
             nn.init.normal_(part.weight, std=start.std)
         elif isinstance(part, (TokenEmbedding, PositionVectors, DistanceVectors, PatchEmbedding)):
@@ -143,6 +139,10 @@ def _rarer(part: nn.Module, start: Start) -> None:
     """Parts that few models have."""
     if isinstance(part, Gain):
         nn.init.ones_(part.weight)
+    elif isinstance(part, Xielu):
+        part.start()
+    elif isinstance(part, MixtureOfExperts) and part.gains is not None:
+        nn.init.ones_(part.gains)
     elif isinstance(part, TokenBatchNorm):
         for one, zero in ((part.weight, part.bias), (part.var, part.mean)):
             nn.init.ones_(one)

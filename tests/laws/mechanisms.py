@@ -102,7 +102,8 @@ MECHANISMS: dict[str, Attention] = {
         index_heads=7,
         index_dim=6,
     ),
-    "compressed_near": Compressed(2, 6, 7, local=4, rope=Rope(), rope_dim=2, rank=4),
+    # As below: a query and a key are unit vectors of few features, each made of few.
+    "compressed_near": Compressed(2, 8, 12, local=4, rope=Rope(), rope_dim=2, rank=4, eps=0.1),
     # Norms with a large eps: where a query meets no key, a small one divides by nearly 0, so that rounding the weights
     # alone to 8 bits turns gradients by half their size.
     "delta": DeltaRule(key_heads=3, key_dim=9, value_dim=5, eps=0.3),

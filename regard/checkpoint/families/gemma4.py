@@ -17,6 +17,7 @@ from regard.checkpoint.families.common import (
     SWIGLU,
     llama_like,
 )
+from regard.checkpoint.multimodal import Multimodal
 from regard.checkpoint.rules import ACTIVATIONS, Data, Group, Key, need, wrong
 from regard.checkpoint.tensors import To, Weights
 from regard.layers import LM
@@ -200,3 +201,4 @@ _TABLES = {
     "per_layer_projection_norm.weight": "tower.tables.norm.weight",
 }
 GEMMA4 = replace(_BLANK, tensors={**_BLANK.tensors, **_TABLES})
+GEMMA4_PICTURES = Multimodal("gemma4", "gemma4_text")

@@ -21,6 +21,7 @@ from regard.checkpoint.families.common import (
     llama_like,
     sizes,
 )
+from regard.checkpoint.multimodal import Multimodal
 from regard.checkpoint.rules import Data, Family, Group, Key, Keys, fixed
 from regard.checkpoint.tensors import To, Weights
 from regard.layers import LM, Classify, Norm
@@ -141,6 +142,9 @@ QWEN3_5_MOE = llama_like(
     inert="output_router_logits router_aux_loss_coef",
     layer={**_QWEN35_LAYER, **EXPERTS, **_SHARED_EXPERT}, carried=_MORE,
 )  # fmt: skip
+
+QWEN3_5_PICTURES = Multimodal("qwen3_5", "qwen3_5_text")
+QWEN3_5_MOE_PICTURES = Multimodal("qwen3_5_moe", "qwen3_5_moe_text")
 
 # --- OLMo Hybrid: attention of OLMo 3 that needs no positions, and norms that stand where a layer's kind has them ---
 
