@@ -96,6 +96,17 @@ def test_part_that_few_rows_pass_adds_nothing_to_the_others() -> None:
         torch.testing.assert_close(thin(x), thin.tower.norm(thin.embedding(x)))
 
 
+def test_vector_of_a_text_is_made_of_all_of_it_at_once() -> None:
+    """In pieces, as a cache is fed, each piece would be pooled by itself."""
+    model = regard.from_hf(CASES["clip-text-older"].make())
+    assert not model.decodes
+    with pytest.raises(UsageError, match="does not decode step by step"):
+        model.cache(1)
+    cache = regard.build("gpt2", layers=1, dim=8, heads=2, vocab=9).cache(1)
+    with pytest.raises(UsageError, match="gives one vector for a whole text"):
+        model(torch.ones(1, 3, dtype=torch.long), cache=cache)
+
+
 def test_configs_that_do_not_fit_are_told() -> None:
     clip: Any = regard.from_hf(CASES["clip"].make()).config
     with pytest.raises(UsageError, match="texts? that reads tokens"):

@@ -120,6 +120,7 @@ class Transformer(Model):
             raise UsageError("an image has no lengths, types or cache; call model(images)")
         if cache is not None and not self.decodes:
             why = "sees both ways" if c.tower.cross is None else "reads a memory, which is not kept"
+            why = "gives one vector for a whole text" if isinstance(c.head, Project) else why
             raise UsageError(f"this model {why}: it cannot run with a cache; leave it out")
         x, pos = embed(self.embedding, ids, lengths, c.max_len, types=types, cache=cache, mask=mask)
         probe = self.probe_of(ids, probe)
@@ -174,7 +175,8 @@ class Transformer(Model):
 
     @property
     def decodes(self) -> bool:
-        return self.config.tower.causal and self.config.tower.cross is None
+        c = self.config
+        return c.tower.causal and c.tower.cross is None and not isinstance(c.head, Project)
 
 
 def mean_real(h: Tensor, lengths: Lengths) -> Tensor:
