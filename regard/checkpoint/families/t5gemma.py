@@ -105,6 +105,5 @@ T5GEMMA = Family(
     tensors={**_tensors("encoder", "source"), **_tensors("decoder", "target")},
     head_tensors={"lm": {"lm_head.out_proj.weight": "head.weight"}},
     derived=(r".*rotary_emb\.inv_freq",), start=Start("t5gemma"),
-    presets={"t5gemma-2b-2b": {}, "t5gemma-9b-2b": {"encoder": _LARGE},
-             "t5gemma-9b-9b": {"encoder": _LARGE, "decoder": _LARGE}},
+    presets={"t5gemma-2b-2b": {}, "t5gemma-9b-9b": {"encoder": _LARGE, "decoder": _LARGE}},
 )  # fmt: skip
