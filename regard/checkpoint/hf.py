@@ -238,6 +238,8 @@ def read_config(theirs: Data, family: Family, architecture: str) -> Any:
     for name, r in family.rules:
         looked = Looked(theirs)
         with blaming(partial(looked.values_of, name, r)):
+            if isinstance(r, Nested):
+                check_kinds(r.part(name, theirs), r.keys)
             r.read(name, looked, ours)
     with (
         blaming(lambda: "these sizes do not fit together"),

@@ -1,4 +1,4 @@
-"""A rule for a part of a config that has keys of its own: the towers of CLIP and SigLIP."""
+"""A rule for a part of a config that has keys of its own: the towers of CLIP, SigLIP and T5Gemma."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Data = dict[str, Any]
 
 @dataclass(frozen=True)
 class Nested:
-    """A key that holds the keys of a part, for the part of ours at `place`. Null is an empty one; in older folders
-    `<key>_dict` has the last word."""
+    """A key that holds the keys of a part, for the part of ours at `place`, or for several by the names that the rules
+    call them. Null is an empty one; in older folders `<key>_dict` has the last word."""
 
-    place: str
+    place: str | Mapping[str, str]
     rules: Mapping[str, Any]
     inert: str = ""
 
@@ -32,15 +32,25 @@ class Nested:
                 raise UsageError(f"config.json: {key} is {value!r:.60}; it must be an object")
         return {**both[0], **both[1]}
 
+    def at(self, ours: Data) -> Data:
+        if isinstance(self.place, str):
+            return ours[self.place]
+        return {name: ours[place] for name, place in self.place.items()}
+
+    @property
+    def ordered(self) -> list[tuple[str, Any]]:
+        """The rules in the order of reading."""
+        return sorted(self.rules.items(), key=lambda item: getattr(item[1], "last", False))
+
     def read(self, name: str, theirs: Data, ours: Data) -> None:
         part = self.part(name, theirs)
-        for key, r in self.rules.items():
-            r.read(key, part, ours[self.place])
+        for key, r in self.ordered:
+            r.read(key, part, self.at(ours))
 
     def write(self, name: str, ours: Data, theirs: Data) -> None:
         part = self.part(name, theirs)
-        for key, r in reversed([*self.rules.items()]):
-            r.write(key, ours[self.place], part)
+        for key, r in reversed(self.ordered):
+            r.write(key, self.at(ours), part)
         theirs[name] = part
         if theirs.get(f"{name}_dict"):
             theirs[f"{name}_dict"] = None

@@ -436,17 +436,17 @@ def sliding_layers(
     more: str = "",
     switch: str = "",
     key: str = "sliding_window",
-    both_ways: bool = False,
+    sides: int = 0,
 ) -> Group:
     """Layers that see all and layers that see a window: `attention` of the blank lists both. `slides`: whether layer i
     does where `layer_types` is missing (`more`: the key that it looks at); `window`: what a missing sliding_window
-    means; `switch`: the key that turns it on, if there is one; `key`: where it is not sliding_window; `both_ways`: it
-    counts the tokens on either side together, without the query's own."""
+    means; `switch`: the key that turns it on, if there is one; `key`: where it is not sliding_window; `sides`: of an
+    encoder, it counts the tokens on each side (1), or on both together (2), without the query's own."""
     keys = [name for name in (key, switch) if name]
 
     def window_of(theirs: Data) -> int | None:
         size = theirs.get(key, window) if theirs.get(switch, not switch) else None
-        return size // 2 + 1 if both_ways and size is not None else size
+        return size // sides + 1 if sides and size is not None else size
 
     def write(kinds: list[str], sliding: Data | None, theirs: Data, said: bool) -> None:
         size = sliding and sliding["window"]
@@ -456,7 +456,7 @@ def sliding_layers(
         if switch:
             theirs[switch] = size is not None
         if switch or size is not None:
-            theirs[key] = 2 * (size - 1) if both_ways and size else size
+            theirs[key] = sides * (size - 1) if sides and size else size
 
     group = by_layer(
         "attention",
@@ -682,7 +682,7 @@ class Family:
         words += self._at("source.weight")
         first = words[:1]
         bias = self._at("head.bias")
-        tied = [(name, first + target, "head.tied") for name in self._at("head.weight")]
+        tied = [(name, target + first, "head.tied") for name in self._at("head.weight")]
         shared = [(name, first, "shared") for name in words[1:] + target]
         return tied + shared + [(name, bias[:1], "") for name in bias[1:]]
 

@@ -46,6 +46,7 @@ class Start:
     "deit": class tokens and positions are 0;
     "modernbert": as "gpt2", the dense layer of a head and its vocabulary too; of labels 1 / sqrt(dim);
     "mamba": what a state writes into the stream lies within 1 / sqrt(inputs);
+    "t5gemma": what gives the logits, where it is not tied, has std / sqrt(vocab);
     "clip", "siglip": by the width and depth of each part, whatever `std` is: see `_clip` and `_siglip`."""
 
     scheme: str = "normal"
@@ -111,6 +112,8 @@ def _redraw(model: nn.Module, start: Start, layers: int) -> None:
                     nn.init.normal_(matrix, std=start.std / (2 * layers) ** 0.5)
             if isinstance(part, LabelHead):
                 nn.init.normal_(part.out.weight, std=part.out.in_features**-0.5)
+        if isinstance(part, LMHead) and start.scheme == "t5gemma" and part.weight is not None:
+            nn.init.normal_(part.weight, std=start.std / part.weight.shape[0] ** 0.5)
         if isinstance(part, GroupedQueryAttention) and start.scheme == "t5":
             part.wq.weight.div_(part.d**0.5)
         _matrices_of(part, start)

@@ -208,6 +208,10 @@ class EncoderDecoderConfig:
             raise UsageError("out_dim is for a model of one tower")
         if self.encoder.causal or not self.decoder.causal or self.decoder.cross is None:
             raise UsageError("encoder.causal must be false, decoder's true, decoder.cross given")
+        width = self.decoder.memory_dim or self.decoder.dim
+        if width != self.encoder.dim:
+            given = f"decoder reads states of width {width}, encoder.dim={self.encoder.dim}"
+            raise UsageError(f"{given}; give it as decoder.memory_dim")
         if not isinstance(self.target, Tokens):
             why = "a decoder writes tokens, and target is none; give Tokens(vocab)"
             raise UsageError(f"{why}: a picture's pixels or codes as tokens, its patches as source")

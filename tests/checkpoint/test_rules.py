@@ -155,8 +155,9 @@ def slides(**how: Any) -> Group:
         (slides(), {"layer_types": PATTERN[::-1] * 2, "sliding_window": 5}, [5, None, 5, None]),
         (slides(switch="on"), {"sliding_window": 5}, [None] * 4),
         (slides(switch="on"), {"sliding_window": 5, "on": True}, [None, 5, None, 5]),
-        (slides(key="local", both_ways=True), {"local": 6}, [None, 4, None, 4]),
-        (slides(key="local", both_ways=True), {"local": 7}, [None, 4, None, 4]),
+        (slides(key="local", sides=2), {"local": 6}, [None, 4, None, 4]),
+        (slides(key="local", sides=2), {"local": 7}, [None, 4, None, 4]),
+        (slides(key="local", sides=1), {"local": 7}, [None, 8, None, 8]),
     ],
 )
 def test_windows_by_layer(group: Group, theirs: Any, windows: list[Any]) -> None:

@@ -46,6 +46,7 @@ from regard.checkpoint.families import (
     rotary_encoders,
     seq2seq,
     speech,
+    t5gemma,
 )
 from regard.checkpoint.multimodal import Multimodal
 from regard.checkpoint.rules import Family
@@ -66,6 +67,7 @@ _FILES: tuple[ModuleType, ...] = (
     newest,
     speech,
     gemma4,
+    t5gemma,
 )
 FAMILIES: dict[str, Family] = {
     family.name: family

@@ -266,7 +266,7 @@ MODERNBERT = Family(
         ),
         layer_types=rules.sliding_layers(
             lambda hf, i: i % hf.get("global_attn_every_n_layers", 3) > 0, 128,
-            more="global_attn_every_n_layers", key="local_attention", both_ways=True,
+            more="global_attn_every_n_layers", key="local_attention", sides=2,
         ),
         tie_word_embeddings=Key("head.tied", True), decoder_bias=Key("head.vocab_bias", True),
         classifier_bias=Key("head.dense_bias", False),
