@@ -124,8 +124,9 @@ def test_preset_loads_in_transformers_and_agrees(name: str, tmp_path: Path) -> N
     module, info = cls.from_pretrained(tmp_path, output_loading_info=True)
     info["missing_keys"] = {key for key in info["missing_keys"] if not beside(name, key)}
     assert not any(info.values()), info
-    # transformers ties, or scales as if it had tied, every head of UMT5 (the table of families says how).
-    if name != "umt5-small":
+    # transformers scales as if it had tied every head of UMT5 (the table of families says how); Ernie's new routers
+    # are all 0, so that its experts tie, and either side takes others.
+    if name not in ("umt5-small", "ernie-4.5-21b-a3b"):
         assert error(model.eval(), module.eval()) < 2e-4
 
 
