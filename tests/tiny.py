@@ -39,7 +39,10 @@ def tiny(name: str, **more: Any) -> regard.Model:
     if "mamba" in name:
         changes["groups"] = 2
     if "kimi" in name:
-        changes["layers"] = 5
+        changes |= {"layers": 5, "value_heads": 2, "key_dim": 8, "value_dim": 8, "rank": 8}
+    # Its rows stand in four parts, each of whole heads.
+    if "codegen" in name:
+        changes |= {"dim": 32, "heads": 4, "partial": 0.5}
     # Of heads of 4.
     if any(word in name for word in ("pythia", "phi-2", "stablelm", "gpt-j")):
         changes["partial"] = 0.5

@@ -303,6 +303,7 @@ KIMI_LINEAR = llama_like(
     keys=dict(
         max_position_embeddings=None, model_max_length=Key("max_len", 1048576),
         rms_norm_eps=Key("tower.norm.eps tower.attention.eps", 1e-5), is_causal=rules.Fixed(True, null=False),
+        pad_token_id=rules.ids_below(163839, "pad_token_id", "bos_token_id", "eos_token_id"),
         num_attention_heads=Key(f"{_KIMI_AT}.heads"), kv_lora_rank=Key(f"{_KIMI_AT}.latent", 512),
         q_lora_rank=Key(f"{_KIMI_AT}.query_latent", None), qk_nope_head_dim=Key(f"{_KIMI_AT}.head_dim", 128),
         qk_rope_head_dim=Key(f"{_KIMI_AT}.rope_dim", 64), v_head_dim=Key(f"{_KIMI_AT}.value_dim", 128),
