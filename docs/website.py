@@ -42,7 +42,8 @@ SECTIONS = {
     "How to": ["docs/guides", "docs/scale.md"],
     "Reference": [
         "docs/reference/api.md", "docs/reference/settings.md", "docs/reference/model.md", "docs/reference/decoding.md",
-        "docs/reference/commands.md", "docs/reference/presets.md", "docs/reference/words.md",
+        "docs/reference/commands.md", "docs/reference/presets.md", "docs/families.md",
+        "docs/reference/words.md",
     ],
     "Mechanisms": ["docs/mechanisms"],
     "Experiments": ["docs/experiments", "bench/RESULTS.md", "bench/LOG.md"],

@@ -25,7 +25,7 @@ class SSD:
     x, B and C see the last `conv` tokens. Cache per row: h d e, and conv - 1 tokens.
     """
 
-    heads: Count
+    heads: Count  # of values, steps and decays
     head_dim: Count = 64  # e, width of a value head
     groups: Annotated[Count, Divides("heads")] = 1  # of heads with one B and C
     key_dim: Count = 128  # d, width of B and C

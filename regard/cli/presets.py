@@ -16,13 +16,16 @@ class Options:
 
     regard presets               the list, with sizes
     regard presets gpt2          every setting of one, which [model] can change
+    regard presets --families    the families of Hugging Face that are read, and what works with each
     """
 
     name: Name = None  # which one
+    families: Switch = False  # what works with each family
     json: Switch = False  # one JSON object
 
 
 def run(options: Options) -> int:
+    from regard.checkpoint.families import MATRIX
     from regard.cli.settings import sizes_of
     from regard.config import to_dict
     from regard.models.base import parameters
@@ -30,10 +33,13 @@ def run(options: Options) -> int:
     from regard.training.config import _written
     from regard.training.trainer import flat
 
+    if options.families:
+        rows = json.loads(MATRIX.read_text(encoding="utf-8")).items()
+        return print_rows([{"family": name, **cells} for name, cells in rows], options.json)
     if options.name is None:
         head = ("preset", "family", "layers", "dim", "heads", "vocab")
-        rows = ((n, family, *sizes_of(make())) for n, (family, make) in PRESETS.items())
-        return print_rows([dict(zip(head, row)) for row in rows], options.json, (2, 3, 4, 5))
+        every = ((n, family, *sizes_of(make())) for n, (family, make) in PRESETS.items())
+        return print_rows([dict(zip(head, row)) for row in every], options.json, (2, 3, 4, 5))
     check_choice("preset", options.name, PRESETS)
     config = to_dict(PRESETS[options.name][1]())
     count = parameters(build(options.name, device="meta"))

@@ -29,6 +29,7 @@ table, and make a tiny case of every class in `heads` (tests/checkpoint/families
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
 
 from regard.checkpoint.families import (
@@ -79,6 +80,9 @@ FAMILIES: dict[str, Family] = {
 MULTIMODAL: dict[str, Multimodal] = {
     row.name: row for file in _FILES for row in vars(file).values() if isinstance(row, Multimodal)
 }
+
+# What works with each of them, as the tests measured it: python -m tests.checkpoint.matrix
+MATRIX = Path(__file__).with_name("matrix.json")
 
 # Keys of how texts are generated: decode/defaults.py reads them where no generation_config.json does.
 GENERATION = frozenset(
