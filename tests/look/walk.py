@@ -68,6 +68,9 @@ def preset(name: str, device: str | None = None) -> Model:
         kept["kv_heads"] = kept["heads"]
     if "topk" in kept:
         kept["tower.attention.attention.rope_dim"] = kept["rope_dim"]
+    # Of small heads other shares turn in pairs.
+    if int((present.get("partial") or 1) * kept["dim"] / kept.get("heads", 1)) % 2:
+        kept["partial"] = 0.5
     torch.manual_seed(0)
     return stirred(regard.build(name, device=device, **kept), random.Random(1))
 
