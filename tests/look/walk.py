@@ -168,16 +168,18 @@ def shifted_position(model: Any, patch: pytest.MonkeyPatch) -> tuple[str, ...] |
             override(part, "forward", lambda self, real, q, k: real(q, k + (k > 0)))
         return ("before wo",)
     seen: tuple[str, ...] = ("attention q", "attention k", "k_rope", "read from the cache")
+    shifted = False
     for layer in {id(b.attention): b.attention for b in tower.blocks}.values():
         for part in (layer, getattr(layer, "attention", layer)):
             rope = vars(part.config).get("rope")
             if rope is not None:
                 late = Late(**{f.name: getattr(rope, f.name) for f in dataclasses.fields(rope)})
                 part.config = dataclasses.replace(part.config, rope=late)
+                shifted = True
         if hasattr(layer, "taps"):
             layer.taps = nn.Parameter(layer.taps.roll(1, -1))
-            seen = ("before wo", *seen)
-    return (*seen, "before wo")
+            seen, shifted = ("before wo", *seen), True
+    return (*seen, "before wo") if shifted else None
 
 
 def page_not_copied(model: Any, patch: pytest.MonkeyPatch) -> tuple[str, ...] | None:
