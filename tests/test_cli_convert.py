@@ -63,7 +63,7 @@ def test_pickled_folder_becomes_one_that_generates(tmp_path: Path) -> None:
     ("key", "value", "why"),
     [
         ("model_type", None, "config.json has no model_type"),
-        ("model_type", "bloom", "'bloom', which is not known"),
+        ("model_type", "rwkv", "'rwkv', which is not known"),
         ("n_embd", None, "n_embd is missing; a gpt2 model needs it"),
     ],
 )

@@ -31,7 +31,7 @@ EXTRAS = {
     "ray": ("uvicorn", "msgspec", "llguidance", "ray"),
     "plots": ("matplotlib",),
     "rouge": ("rouge_score",),
-    "hub": ("datasets",),
+    "hub": ("datasets", "huggingface_hub"),
     "kernels": ("triton",),
     "gguf": ("gguf",),
     "sentencepiece": ("sentencepiece", "google"),
