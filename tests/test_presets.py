@@ -105,7 +105,7 @@ def dotted(place: str) -> str:
 
 
 def test_bias_is_several_settings() -> None:
-    names = "head.bias, tower.attention.bias, tower.attention.out_bias, tower.ffn.bias"
+    names = "head.bias, tower.attention.bias, tower.attention.key_bias, tower.attention.out_bias, tower.ffn.bias"
     with pytest.raises(UsageError, match=f"'bias' is several settings; say which: {names}$"):
         regard.build("gpt2", bias=False)
 

@@ -58,7 +58,7 @@ def test_unknown_architecture_lists_those_of_the_family(folder: Path) -> None:
     refused(configure(folder, architectures=said), *said, "gpt2", "GPT2LMHeadModel", "GPT2Model")
 
 
-@pytest.mark.parametrize("word", ["su", "proportional"])
+@pytest.mark.parametrize("word", ["su"])
 def test_unknown_rope_lists_the_known(word: str, tmp_path: Path) -> None:
     regard.build("llama", **SIZES, kv_heads=1).save(tmp_path)
     configure(tmp_path, rope_parameters={"rope_type": word, "rope_theta": 1e4})

@@ -154,7 +154,9 @@ def test_heads_that_cannot_be_are_refused_in_one_sentence() -> None:
         with_head(body("vit"), MLM())
     with pytest.raises(UsageError, match="a recurrent model keeps the head"):
         with_head(regard.build("gru-lm", dim=8, vocab=20), Classify(3))
-    with pytest.raises(UsageError, match="token = 'middle' is unknown; known: first, last, mean"):
+    with pytest.raises(
+        UsageError, match="token = 'middle' is unknown; known: both, each, first, last, mean"
+    ):
         Classify(3, token="middle")
 
 
