@@ -72,8 +72,8 @@ def test_invariant_mode_refuses_other_devices() -> None:
 
 def test_invariant_mode_refuses_parts_that_it_does_not_know() -> None:
     model = build()
-    model.extra = nn.Conv1d(3, 3, 1)
-    with pytest.raises(UsageError, match="no invariant mode for Conv1d"):
+    model.extra = nn.Conv3d(3, 3, 1)
+    with pytest.raises(UsageError, match="no invariant mode for Conv3d"):
         invariant(model)
 
 

@@ -194,7 +194,9 @@ def test_bf16_gradient_is_the_fp32_gradient_to_rounding(name: str) -> None:
     (loss / count).backward()
     for key, p in model.named_parameters():
         assert p.grad is not None and p.grad.dtype == torch.float32
-        error = (p.grad - want[key]).norm() / want[key].norm().clamp(min=1e-3)
+        # A bias on keys of distances adds the same to all scores of a query: its gradient is 0 but for rounding.
+        least = 1e-2 if key.endswith("distance_k.bias") else 1e-3
+        error = (p.grad - want[key]).norm() / want[key].norm().clamp(min=least)
         assert error < 0.1, key
 
 

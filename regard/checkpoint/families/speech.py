@@ -67,7 +67,7 @@ WHISPER = Family(
     use_weighted_layer_sum""",
     aliases=dict(
         hidden_size="d_model", num_attention_heads="encoder_attention_heads",
-        num_hidden_layers="encoder_layers",
+        num_hidden_layers="encoder_layers", num_key_value_heads="encoder_attention_heads",
     ),
     tensors={
         "encoder.conv1.*": "source.first.*", "encoder.conv2.*": "source.second.*",
