@@ -360,8 +360,16 @@ class Tower:
 class Block(nn.Module):
     """Self-attention, optional cross-attention, feed-forward; each adds itself to the stream."""
 
-    def __init__(self, config: Tower, attention: Attention, ffn: FeedForwards | None, name: str):
+    def __init__(
+        self,
+        config: Tower,
+        attention: Attention,
+        ffn: FeedForwards | None,
+        name: str = "",
+    ):
+        """`name`: of its order, where the tower has one for each layer."""
         super().__init__()
+        name = name or config.each("order")[0]
         c, dim, order = config, config.dim, ORDERS[name]
         self.order, self.residual = name, c.residual
 

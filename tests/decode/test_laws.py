@@ -203,7 +203,7 @@ def modes(m: Any) -> list[bool]:
     return [module.training for module in m.modules()]
 
 
-@pytest.mark.parametrize("name", regard.PRESETS)
+@pytest.mark.parametrize("name", [name for name in regard.PRESETS if "whisper" not in name])
 def test_generate_leaves_the_mode_as_it_was(name: str) -> None:
     """A model in training, with dropout, writes what it writes in evaluation; and each of its modules is in the mode in
     which it was, between steps too, and when something raises."""
