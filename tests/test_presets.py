@@ -177,7 +177,8 @@ def test_widths_follow_dim(preset: str, changes: dict, ffn_dim: int, head_dim: i
 
 
 def test_widths_follow_dim_in_each_tower() -> None:
-    config = regard.build("t5-small", device="meta", heads=4, **{"decoder.dim": 128}).config
+    apart = {"decoder.dim": 128, "decoder.memory_dim": 512, "shared": False}
+    config = regard.build("t5-small", device="meta", heads=4, **apart).config
     assert (config.encoder.ffn.ffn_dim, config.decoder.ffn.ffn_dim) == (2048, 512)
     assert (config.decoder.attention.head_dim, config.decoder.cross.head_dim) == (32, 32)
     experts = regard.build("deepseek-v2-lite", device="meta", dim=256).config.tower

@@ -4,6 +4,7 @@ Both sides run in float32 and round differently, so equal ids also need texts wi
 """
 
 import functools
+from itertools import product
 from typing import Any
 
 import pytest
@@ -119,16 +120,12 @@ def searched(name: str, forced: bool, penalty: float, early: str) -> Any:
 families = pytest.mark.parametrize("name", FAMILIES)
 
 
-@pytest.mark.parametrize(
-    "name, forced, layout",
-    [
-        *crossed(FAMILIES, [False, True], LAYOUTS),
-        *(
-            pytest.param(other, False, LAYOUTS[i % 2], marks=pytest.mark.wide)
-            for i, other in enumerate(OTHERS)
-        ),
-    ],
-)
+WAYS = FAMILIES, [False, True], LAYOUTS
+FEW = [row.values for row in crossed(*WAYS) if not row.marks]
+REST = [(other, False, LAYOUTS[i % 2]) for i, other in enumerate(OTHERS)]
+
+
+@pytest.mark.parametrize("name, forced, layout", wide([*product(*WAYS), *REST], FEW))
 def test_greedy_equals_transformers(name: str, forced: bool, layout: str) -> None:
     p, theirs = pair(name), greedy(name, forced)
     found = p.answer(p.settings(forced_last=p.eos if forced else None), layout)

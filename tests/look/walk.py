@@ -66,6 +66,9 @@ def preset(name: str, device: str | None = None) -> Model:
         kept["layers"] = 5 if "channels" in present and "latent" in present else 4
     if "kv_heads" in kept and present["kv_heads"] == present["heads"]:
         kept["kv_heads"] = kept["heads"]
+    # Of a pooler: both sides of a pair give vectors of one width.
+    if isinstance(present.get("dense"), int):
+        kept["dense"] = kept["dim"]
     if "topk" in kept:
         kept["tower.attention.attention.rope_dim"] = kept["rope_dim"]
     # Of small heads other shares turn in pairs.
