@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from regard.checkpoint.rules import ConfigRule, Data, Family, Key, wrong
+from regard.checkpoint.family import Family
+from regard.checkpoint.rules import ConfigRule, Data, Key, wrong
 from regard.config import to_dict, walk
 from regard.errors import UsageError
 
@@ -43,8 +44,9 @@ def keys_behind(error: str, theirs: Data, family: Family, architecture: str) -> 
     ours = to_dict(family.blank) | {"head": to_dict(family.heads[architecture])}
 
     def places() -> dict[str, str]:
-        found = ((p + name, repr(v)) for p, part in walk(ours) for name, v in part.items())
-        return {place: value for place, value in found if "{" not in value}
+        found = ((p + name, v) for p, part in walk(ours) for name, v in part.items())
+        # What has parts is no place; an empty one is a wrong value.
+        return {place: repr(v) for place, v in found if v == {} or "{" not in repr(v)}
 
     named = re.finditer(r"config((\.\w+|\[\d+\])+)", error)
     wanted = [re.sub(r"\[\d+\]", "", found[1])[1:] for found in named]
