@@ -439,7 +439,7 @@ def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
 
 
-def _at(ctx: Context, cache: Any, layer: int, site: str) -> Context:
+def layer_context(ctx: Context, cache: Any, layer: int, site: str) -> Context:
     """The context of one layer. In a small model's step dataclasses.replace, twice as slow, would be felt."""
     store = None if cache is None else cache.layer(layer)
     return type(ctx)(**{**vars(ctx), "store": store, "site": site, "layer": layer})
@@ -506,10 +506,10 @@ class Stack(nn.Module):
             drop = self.config.layer_drop
             if drop and self.training and drop > torch.rand([]):
                 continue
-            self_ctx = _at(ctx, self_cache, i, f"{ctx.site}{i}.self")
+            self_ctx = layer_context(ctx, self_cache, i, f"{ctx.site}{i}.self")
             if isinstance(self.relative, nn.ModuleList):
                 self_ctx.relative = self.relative[i]
-            cross_ctx = cross and _at(cross, cross_cache, i, f"{ctx.site}{i}.cross")
+            cross_ctx = cross and layer_context(cross, cross_cache, i, f"{ctx.site}{i}.cross")
             x = block(x, self_ctx, cross_ctx)
         x = x if self.mix is None else self.mix.end(x)
         x = x if self.norm is None else self.norm(x)

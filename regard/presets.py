@@ -13,8 +13,9 @@ from regard import models
 from regard.attention import GQA
 from regard.block import Tower
 from regard.checkpoint.families import FAMILIES
+from regard.checkpoint.family import Family
 from regard.checkpoint.hf import read_config
-from regard.checkpoint.rules import Family, Key, put
+from regard.checkpoint.rules import Key, put
 from regard.config import customize, from_dict, to_dict
 from regard.errors import UsageError, nearest
 from regard.layers import LM, MLP

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from regard.checkpoint import hf
-from regard.checkpoint.rules import Family
+from regard.checkpoint.family import Family
 from regard.checkpoint.store import check_converted, header, replacing, write_carried, write_json
 from regard.checkpoint.tensors import Step, choices
 from regard.config import from_dict, to_dict

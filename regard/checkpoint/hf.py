@@ -23,10 +23,11 @@ from torch.overrides import TorchFunctionMode
 from regard.checkpoint import quantised, store
 from regard.checkpoint.blame import Looked, blaming, naming, said
 from regard.checkpoint.families import FAMILIES, INERT, MULTIMODAL
+from regard.checkpoint.family import Family
 from regard.checkpoint.multimodal import language_model
 from regard.checkpoint.nested import Nested
 from regard.checkpoint.quantised import Packing
-from regard.checkpoint.rules import Data, Family, check_kinds, get, put, wrong
+from regard.checkpoint.rules import Data, check_kinds, get, put, wrong
 from regard.checkpoint.store import FLOATS, Source
 from regard.checkpoint.tensors import SAME, Step, steps
 from regard.config import from_dict, to_dict
@@ -34,6 +35,7 @@ from regard.errors import UsageError, nearest, notice
 from regard.files import TOKENIZER_FILES, model_folder, read_files, read_json
 from regard.kernels.linear import is_fast
 from regard.kernels.triton import ahead
+from regard.layers import LM
 from regard.models import CONFIGS, Model
 from regard.models.adapt import low_ranks, plain_shapes
 from regard.models.init import Start
@@ -265,12 +267,15 @@ def _modern(source: Source, family: Family) -> Source:
 
 
 def _settle(config: Any, family: Family, source: Source) -> tuple[Any, set[str]]:
-    """What only the tensors tell: whether a bare body has a pooler, whether what could be tied is.
-    Returns the config and the tensors that merely repeat another."""
+    """What only the tensors tell: whether a bare body has a pooler, how many MTP layers there are, whether what could
+    be tied is. Returns the config and the tensors that merely repeat another."""
     ours = to_dict(config)
     skip = set()
     if family.pooler and ours["head"] is None and family.pooler in source:
         put(ours, "pooler", "tanh")
+    if family.mtp is not None and isinstance(config.head, LM):
+        depth = family.mtp_depth(source, config.tower.layers)
+        put(ours, "mtp", to_dict(replace(family.mtp, depth=depth)) if depth else None)
     for name, twins, switch in family.twins:
         if name not in source or (switch and get(ours, switch) is False):
             continue
@@ -592,6 +597,9 @@ def _unsaid(family: Family, architecture: str, config: Any, theirs: Data) -> str
         return str(error)
     if "pooler" in back and family.pooler and config.head is None:
         back["pooler"] = config.pooler
+    mtp = getattr(config, "mtp", None)
+    if mtp is not None and family.mtp == replace(mtp, depth=1):
+        back["mtp"] = to_dict(mtp)
     for _, _, switch in family.twins:
         # The stored tensors themselves show it.
         if switch and get(back, switch) is True:

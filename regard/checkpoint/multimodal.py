@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from regard.checkpoint.rules import Data, Family, wrong
+from regard.checkpoint.family import Family
+from regard.checkpoint.rules import Data, wrong
 from regard.checkpoint.store import Source
 from regard.errors import notice
 from regard.layers import LM, Classify

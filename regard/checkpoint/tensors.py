@@ -209,8 +209,10 @@ class Step:
 def steps(
     table: Mapping[str, To], shapes: dict[str, torch.Size], config: Any, inner: int = 1
 ) -> Iterator[Step]:
-    """Every row for every layer, weight and bias that the model has. {i} runs over layers, {e} over experts, a last *
-    over weight and bias; where their layers lie in groups of `inner`, {i} over groups and {j} inside one."""
+    """Every row for every layer, weight and bias that the model has. {i} runs over layers, {n} over those behind the
+    tower's, {e} over experts, a last * over weight and bias; where their layers lie in groups of `inner`, {i} over
+    groups and {j} inside one."""
+    behind = getattr(getattr(config, "tower", None), "layers", 0)
     layers = sorted({int(p) for n in shapes for p in n.split(".")[:4] if p.isdigit()})
     for key, to in table.items():
         if to.when is not None and not to.when(config):
@@ -220,7 +222,8 @@ def steps(
             i = str(layer)
             for end in ("weight", "bias") if to.ours.endswith("*") else ("",):
                 at = {"{i}": str(number // inner), "{j}": str(number % inner), "*": end}
-                theirs = re.sub(r"\{[ij]\}|\*", lambda m, at=at: at[m[0]], key).split()  # type: ignore[misc]
+                at["{n}"] = str(behind + number)
+                theirs = re.sub(r"\{[ijn]\}|\*", lambda m, at=at: at[m[0]], key).split()  # type: ignore[misc]
                 ours = to.ours.replace("{i}", i).replace("*", end).split()
                 needs, unless = (n.replace("{i}", i) for n in (to.needs, to.unless))
                 if ours[0] not in shapes or (needs and needs not in shapes) or unless in shapes:

@@ -68,7 +68,11 @@ def with_head(model: Model, head: Head) -> Model:
         # One without weights changes nothing that is stored, and the family expects it.
         if model.pooler is None or any(True for _ in model.pooler.parameters()):
             model.pooler, model.config = None, replace(model.config, pooler=None)
-    model.head, model.config = made, replace(model.config, head=head)
+    changes: dict[str, Any] = {"head": head}
+    model.head = made
+    if isinstance(model, Transformer) and not isinstance(head, LM):
+        model.mtp, changes = None, {**changes, "mtp": None}
+    model.config = replace(model.config, **changes)
     if model.origin is not None:
         kept = {key: value for key, value in model.origin.config.items() if key not in NAMES}
         model.origin = replace(model.origin, architecture="", config=kept, tensors={})
@@ -364,13 +368,13 @@ def quantize(model: Model, device: torch.device | str | None = None) -> Model:
 
 
 def body_linears(model: nn.Module) -> dict[str, nn.Linear | Int4Linear]:
-    """Linear layers by full name, without those of the head, of indexers, and of a pooler's attention, where PEFT's
-    matrices have no effect: torch's own module reads the weights alone."""
+    """Linear layers by full name, without those of the head, of MTP layers, of indexers, and of a pooler's attention,
+    where PEFT's matrices have no effect: torch's own module reads the weights alone."""
     return {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Int4Linear)
-        and not {"head", "indexer"} & set(name.split("."))
+        and not {"head", "mtp", "indexer"} & set(name.split("."))
         and "pooler.attention." not in name
     }
 

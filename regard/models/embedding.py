@@ -63,8 +63,7 @@ class TokenEmbedding(nn.Module):
         self.scale = (dim**0.5 if c.scaled else 1.0) * c.token_gain
 
     def forward(self, ids: Tensor, pos: Span, types: Tensor | None = None) -> Tensor:
-        x = F.embedding(ids, self.weight)
-        x = x * self.scale if self.scale != 1.0 else x
+        x = self.vectors(ids)
         if self.config.dropped_id is not None:
             x = self.spread(x, ids, pos)
         first = self.config.widened_first
@@ -76,6 +75,11 @@ class TokenEmbedding(nn.Module):
             x = x + self.position(pos.absolute, ids).to(x.dtype)
         x = self.dropout(x if self.norm is None else self.norm(x))
         return x if self.project is None or first else self.project(x)
+
+    def vectors(self, ids: Tensor) -> Tensor:
+        """The rows of the table alone."""
+        x = F.embedding(ids, self.weight)
+        return x * self.scale if self.scale != 1.0 else x
 
     def spread(self, x: Tensor, ids: Tensor, pos: Span) -> Tensor:
         """Masked tokens are 0, and all others are multiplied by the share that was left in ESM's training (0.88), over

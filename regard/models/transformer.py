@@ -20,6 +20,7 @@ from regard.mask import Full, Mask, Span
 from regard.models import base
 from regard.models.base import Lengths, Model, positions
 from regard.models.embedding import PatchEmbedding, Patches, TokenEmbedding, Tokens, context
+from regard.models.mtp import MTP, MTPLayers, mtp_tower
 from regard.models.pool import AttentionPool, Pool
 from regard.models.sound import Sound, SoundEmbedding
 
@@ -54,6 +55,7 @@ class TransformerConfig:
     # how a row becomes one vector; a word: the activation of a dense layer on the first token (BERT's)
     pooler: str | Pool | AttentionPool | None = None
     max_len: Count | None = None  # the longest input
+    mtp: MTP | None = None  # layers that predict tokens further on
     kind: str = "transformer"
 
     def __post_init__(self) -> None:
@@ -65,6 +67,12 @@ class TransformerConfig:
         for rows in (rows for rows in tables if rows and (vocab is None or rows < vocab)):
             why = f"a part of the tower has a table of {rows} rows, but ids below {vocab} are read"
             raise UsageError(f"{why}; give as many (tower.per_layer.vocab, tower.ffn.hashed)")
+        if self.mtp is not None:
+            words = self.embedding if isinstance(self.embedding, Tokens) else None
+            if not isinstance(self.head, LM) or words is None or words.width:
+                why = "MTP layers guess tokens by the model's own table and head"
+                raise UsageError(f"{why}, an LM without embedding.width; leave mtp out")
+            mtp_tower(self.mtp, self.tower)
 
     def make(self) -> Transformer:
         return Transformer(self)
@@ -88,6 +96,7 @@ class Transformer(Model):
         words = c.embedding if isinstance(c.embedding, Tokens) else None
         vocab, width = (words.vocab, words.width) if words else (0, None)
         self.head = make_head(c.head, dim, vocab, width) if c.head else None
+        self.mtp: MTPLayers | None = c.mtp.make(c.tower) if c.mtp else None
 
     def forward(self, ids: Tensor, lengths: Lengths = None, **options: Any) -> Tensor:
         """ids (b t) or images (b c h w) -> what the head gives: (b t V), (b labels), (b t labels), or hidden states.
@@ -127,6 +136,18 @@ class Transformer(Model):
         ctx = Context(pos, mask or c.tower.mask, ids=ids, probe=probe, backend=backend)
         cross = self._crossed(ctx, x, memory, memory_lengths)
         return self.tower(x, ctx, cross, caches=(cache, None))
+
+    def further(
+        self, states: Tensor, ids: Tensor, pos: Span, layer: int = 0, *, cache: Cache | None = None,
+        mask: Mask | None = None, backend: str = "sdpa"
+    ) -> Tensor:  # fmt: skip
+        """What MTP layer `layer` makes of the states before it (b t m), the tower's or its own, and the tokens (b t)
+        that are `layer` + 1 places after them: states from which `logits` predicts the tokens after these."""
+        if self.mtp is None:
+            raise UsageError("this model has no MTP layers; mtp='mtp' gives a new one some")
+        assert isinstance(self.embedding, TokenEmbedding)
+        ctx = Context(pos, mask or self.config.tower.mask, ids=ids, backend=backend)
+        return self.mtp(layer, states, self.embedding.vectors(ids), ctx, cache)
 
     def _crossed(
         self, ctx: Context, x: Tensor, memory: Tensor | None, lengths: Lengths

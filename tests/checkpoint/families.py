@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from regard.checkpoint.families import FAMILIES
-from regard.checkpoint.rules import Family
+from regard.checkpoint.family import Family
 from regard.layers import Tag
 from tests.checkpoint import cases
 from tests.checkpoint.cases import (

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,25 @@ def sound(row: Row) -> str:
     return NO if any(check.verdict == "bug" for check in checks) else YES
 
 
+@torch.no_grad()
+def mtp(row: Row) -> str:
+    """Layers that the hub has are read, written and guess, and no text changes."""
+    family = FAMILIES[row.model.origin.family]
+    if family.mtp is None:
+        return NO if any("mtp" in pattern for pattern in family.carried) else NONE
+    made = replace(row.model.config, mtp=family.mtp).make()
+    made.load_state_dict(row.model.state_dict(), strict=False)
+    made.origin = row.model.origin
+    with tempfile.TemporaryDirectory() as home:
+        model = regard.load(made.save(home))
+    both: dict[str, Any] = {"max_new_tokens": 9, "defaults": "plain"}
+    found, wanted = (
+        regard.generate(model, [[5, 9, 7]], draft_model=draft, **both)[0].ids
+        for draft in ("mtp", None)
+    )
+    return YES if model.config == made.config and found == wanted else NO
+
+
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "logits": read,
     "gradients": gradients,
@@ -165,6 +185,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "LoRA": lora,
     "look": look,
     "parity": sound,
+    "MTP": mtp,
 }
 
 
@@ -188,6 +209,7 @@ The families of Hugging Face that Regard reads, by their `model_type`, and what 
 - *graph*: on a GPU, a step of decoding is one CUDA graph of kernels (yes), or of kernels and torch's operations (part).
 - *int8*, *int4*: weights packed in so many bits. *LoRA*: trained on every matrix. *look*: attention weights, exactly.
   *parity*: each way to run it differs from float64 by rounding alone.
+- *MTP*: layers that predict more tokens are read, trained, written and guess (yes), or kept and written back (no).
 - "-": there is nothing to ask for.
 """
 

@@ -12,6 +12,7 @@ from torch import Size, Tensor
 from regard.attention import GQA
 from regard.block import Tower
 from regard.checkpoint import rules, tensors
+from regard.checkpoint.family import Family
 from regard.checkpoint.rules import Group, Key
 from regard.checkpoint.tensors import To
 from regard.errors import UsageError
@@ -200,7 +201,7 @@ def test_rules_by_layer_are_read_when_all_others_have_filled_in_both_kinds() -> 
 def test_family_reads_late_rules_last_and_knows_the_words_of_all() -> None:
     late = Group(("late", "later"), lambda *_: None, lambda *_: None, last=True)
     table = {"late": late, "a": Key("a"), "b": rules.Fixed(1), "early": replace(late, last=False)}
-    family = rules.Family("f", "", None, {}, table, {}, {}, inert="c d")
+    family = Family("f", "", None, {}, table, {}, {}, inert="c d")
     assert [name for name, _ in family.rules] == ["a", "b", "early", "late"]
     assert family.keys == {"late", "later", "a", "b", "c", "d"}
 

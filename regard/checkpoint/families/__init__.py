@@ -49,8 +49,8 @@ from regard.checkpoint.families import (
     speech,
     t5gemma,
 )
+from regard.checkpoint.family import Family
 from regard.checkpoint.multimodal import Multimodal
-from regard.checkpoint.rules import Family
 
 # `save` tries them in this order for a model that came from no folder.
 _FILES: tuple[ModuleType, ...] = (

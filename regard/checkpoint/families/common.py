@@ -9,7 +9,8 @@ from typing import Any
 from regard.attention import GQA
 from regard.block import Tower
 from regard.checkpoint import rules, tensors
-from regard.checkpoint.rules import ACTIVATIONS, Data, Family, Group, Key, Keys, fixed
+from regard.checkpoint.family import Family
+from regard.checkpoint.rules import ACTIVATIONS, Data, Group, Key, Keys, fixed
 from regard.checkpoint.tensors import To, Weights
 from regard.layers import LM, MLP, Classify, Norm, Tag
 from regard.models import Tokens, TransformerConfig
@@ -101,6 +102,22 @@ HEAD_TENSORS = {
     "answer": {"qa_outputs.*": "head.out.*"},
 }
 
+
+def mtp_tensors(layer: Weights, at: str, parts: Weights) -> Weights:
+    """Of MTP layers: those of their blocks, each of which begins with `at`, and what stands around them."""
+    return tensors.under(at, "mtp.tower.blocks.{i}.", layer) | dict(parts)
+
+
+def mtp_behind(layer: Weights) -> Weights:
+    """The same as DeepSeek stores them: layers behind the tower's, each with maps and norms of its own."""
+    at = "model.layers.{n}."
+    around = {
+        at + "{enorm,hnorm,eh_proj}.weight": "mtp.{token_norms,state_norms,maps}.{i}.weight",
+        at + "shared_head.norm.weight": "mtp.norms.{i}.weight",
+    }
+    return mtp_tensors(layer, at, around)
+
+
 ROTARY = GQA(1, 1, 1, rope=Rope())
 PLUS_ONE = Norm(1e-6, rms=True, plus_one=True)
 SWIGLU = MLP(1, "silu", gated=True, bias=False)
@@ -129,14 +146,16 @@ def llama_like(
     scaled: bool = False,
     tower: Data | None = None,
     last_norm: str = "norm.weight",
+    mtp_layer: Weights | None = None,
     **more: Any,
 ) -> Family:
     """A family with Llama's frame. Where layers differ, `attention` or `ffn` lists one config for each kind. `keys`:
     what is not as in `frame` (None: no such key); `layer`: its tensors; `scaled`: of the embedding; `tower`: what else
-    is chosen; `last_norm`: their tensors of the norm at the end."""
+    is chosen; `last_norm`: their tensors of the norm at the end; `mtp_layer`: those of MTP layers."""
     kinds = next((len(part) for part in (attention, ffn) if isinstance(part, tuple)), 1)
     body = Tower(1, kinds, attention, ffn, **{"norm": Norm(1e-6, rms=True), **(tower or {})})
     config = {**frame, **(keys or {})}
+    head_tensors = HEAD_TENSORS | {"lm": HEAD_TENSORS["lm"] | dict(mtp_layer or {})}
     return Family(
         name=name, base="model.", blank=TransformerConfig(Tokens(1, scaled=scaled), body, max_len=1),
         heads=heads, config={key: rule for key, rule in config.items() if rule is not None},
@@ -144,7 +163,7 @@ def llama_like(
             "embed_tokens.weight": "embedding.weight", last_norm: f"tower.norm.{last_norm.rpartition('.')[2]}",
             "layers.{i}.": layer,
         },
-        head_tensors=HEAD_TENSORS, derived=(r".*rotary_emb\.inv_freq",), **more,
+        head_tensors=head_tensors, derived=(r".*rotary_emb\.inv_freq",), **more,
     )  # fmt: skip
 
 

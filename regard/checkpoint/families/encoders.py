@@ -8,7 +8,8 @@ from regard.attention import GQA, Disentangled
 from regard.block import Tower
 from regard.checkpoint import rules, tensors
 from regard.checkpoint.families.common import BIASED, POST_NORM, SHAPE_KEYS, sizes
-from regard.checkpoint.rules import ACTIVATIONS, Data, Family, Group, Key, Keys, fixed
+from regard.checkpoint.family import Family
+from regard.checkpoint.rules import ACTIVATIONS, Data, Group, Key, Keys, fixed
 from regard.checkpoint.tensors import To, Weights
 from regard.config import to_dict
 from regard.layers import MLM, MLP, Answer, Classify, Norm, Tag

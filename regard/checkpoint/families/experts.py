@@ -21,6 +21,7 @@ from regard.checkpoint.families.common import (
     decoder_heads,
     experts_by_step,
     llama_like,
+    mtp_behind,
     sizes,
     sliding,
 )
@@ -28,6 +29,7 @@ from regard.checkpoint.multimodal import Multimodal
 from regard.checkpoint.rules import ABSENT, ACTIVATIONS, Data, Group, Key, Keys, fixed, get, put
 from regard.checkpoint.tensors import To
 from regard.layers import LM, Norm
+from regard.models.mtp import MTP
 from regard.moe import MoE
 from regard.position import Rope, Temperature
 
@@ -213,11 +215,11 @@ GLM4_MOE = llama_like(
         moe_intermediate_size=Key("tower.ffn.1.ffn_dim", 1408), n_routed_experts=Key("tower.ffn.1.experts", 128),
         num_experts_per_tok=Key("tower.ffn.1.active", 8), n_shared_experts=Key("tower.ffn.1.shared", 1),
         norm_topk_prob=Key("tower.ffn.1.normalized", True), mlp_layer_types=rules.experts_by_layer(1),
+        num_nextn_predict_layers=rules.mtp_count("num_nextn_predict_layers"),
     ),
-    inert="num_nextn_predict_layers",
     aliases=dict(num_local_experts="n_routed_experts", num_mtp_layers="num_nextn_predict_layers"),
-    layer=_CORRECTED_LAYER,
-    # The extra layer that predicts one token more.
+    layer=_CORRECTED_LAYER, mtp=MTP(), mtp_layer=mtp_behind(_CORRECTED_LAYER),
+    # MTP layers, where no language model reads them; with one, their copies of its table and head.
     carried=(r"model\.layers\.{layers}\..*",),
     presets={
         "glm-4.5": _glm_sizes(5120, 92, 12288, 160, 1536, 3)

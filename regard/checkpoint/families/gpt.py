@@ -15,7 +15,8 @@ from regard.checkpoint.families.common import (
     decoder_heads,
     sizes,
 )
-from regard.checkpoint.rules import ACTIVATIONS, Data, Family, Key, fixed
+from regard.checkpoint.family import Family
+from regard.checkpoint.rules import ACTIVATIONS, Data, Key, fixed
 from regard.checkpoint.tensors import To
 from regard.layers import MLP
 from regard.models import Tokens, TransformerConfig

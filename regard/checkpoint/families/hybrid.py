@@ -19,14 +19,17 @@ from regard.checkpoint.families.common import (
     decoder_heads,
     experts_by_step,
     llama_like,
+    mtp_tensors,
     sizes,
 )
+from regard.checkpoint.family import Family
 from regard.checkpoint.multimodal import Multimodal
-from regard.checkpoint.rules import Data, Family, Group, Key, Keys, fixed
+from regard.checkpoint.rules import Data, Group, Key, Keys, fixed
 from regard.checkpoint.tensors import To, Weights
 from regard.layers import LM, Classify, Norm
 from regard.models import Tokens, TransformerConfig
 from regard.models.init import Start
+from regard.models.mtp import MTP
 from regard.moe import MoE
 from regard.position import Rope
 
@@ -100,22 +103,33 @@ _TAPS_APART: dict[str, Weights] = {
     at: {" ".join(f"{at}{part}_conv1d.weight" for part in "qkv"): To("attention.taps", tensors.TAPS_APART)}
     for at in ("linear_attn.", "self_attn.")
 }  # fmt: skip
-# What predicts one token more.
+# MTP layers, where no language model reads them.
 _MORE = (r"mtp\..*",)
+_MTP_AROUND: Weights = {
+    "mtp.{pre_fc_norm_embedding,pre_fc_norm_hidden,fc,norm}.weight":
+    "mtp.{token_norms,state_norms,maps,norms}.0.weight",
+}  # fmt: skip
+
+
+def _mtp(layer: Weights) -> Weights:
+    return mtp_tensors(layer, "mtp.layers.{i}.", _MTP_AROUND)
+
+
+_QWEN_NEXT_LAYER: Weights = {
+    **NORMS, **GATED, **EXPERTS, **_QWEN_ATTENTION, **_LINEAR, **_SHARED_EXPERT,
+    "linear_attn.in_proj_qkvz.weight": To("attention.w{q,k,v,z}.weight", _BY_KEY_HEAD, unless=_GATE),
+    "linear_attn.in_proj_ba.weight": To("attention.w{b,a}.weight", _BY_KEY_HEAD),
+}  # fmt: skip
 QWEN3_NEXT = llama_like(
     "qwen3_next", decoder_heads("Qwen3Next"), _QWEN_MIXED, (SWIGLU, _QWEN_EXPERTS), tower=dict(norm=PLUS_ONE),
     keys=dict(
         **_qwen_keys(2), **_expert_keys("tower.ffn.1", 512, 10),
         intermediate_size=Key("tower.ffn.0.ffn_dim", 5632), norm_topk_prob=Key("tower.ffn.1.normalized", True),
         mlp_only_layers=experts_by_step("num_experts", 512),
+        num_nextn_predict_layers=rules.mtp_count("num_nextn_predict_layers"),
     ),
     inert="output_router_logits router_aux_loss_coef",
-    layer={
-        **NORMS, **GATED, **EXPERTS, **_QWEN_ATTENTION, **_LINEAR, **_SHARED_EXPERT,
-        "linear_attn.in_proj_qkvz.weight": To("attention.w{q,k,v,z}.weight", _BY_KEY_HEAD, unless=_GATE),
-        "linear_attn.in_proj_ba.weight": To("attention.w{b,a}.weight", _BY_KEY_HEAD),
-    },
-    carried=_MORE,
+    layer=_QWEN_NEXT_LAYER, carried=_MORE, mtp=MTP(shared=True), mtp_layer=_mtp(_QWEN_NEXT_LAYER),
     presets={"qwen3-next-80b": sizes(151936, 2048, 48, 16, 5632, 262144, rope_theta=10000000.0)},
 )  # fmt: skip
 
@@ -123,6 +137,7 @@ QWEN3_NEXT = llama_like(
 
 # How positions of images are woven into those of text, which are plain where there are no images.
 _IMAGE_PLACES = "mrope_section mrope_interleaved"
+_QWEN35_COUNT: Keys = dict(mtp_num_hidden_layers=rules.mtp_count("mtp_num_hidden_layers"))
 _QWEN35_LAYER: Weights = {
     **NORMS, **_QWEN_ATTENTION, **_LINEAR,
     "linear_attn.in_proj_qkv.weight": To("attention.w{q,k,v}.weight", tensors.JOINED, unless=_GATE),
@@ -132,15 +147,20 @@ QWEN3_5 = llama_like(
     "qwen3_5_text",
     {"Qwen3_5ForCausalLM": LM(), "Qwen3_5TextModel": None,
      "Qwen3_5TextForSequenceClassification": Classify(2, None, "last", False)},
-    _QWEN_MIXED, tower=dict(norm=PLUS_ONE), keys=_qwen_keys(4, _IMAGE_PLACES),
+    _QWEN_MIXED, tower=dict(norm=PLUS_ONE), keys=_qwen_keys(4, _IMAGE_PLACES) | _QWEN35_COUNT,
     layer={**_QWEN35_LAYER, **GATED}, carried=_MORE,
+    mtp=MTP(shared=True), mtp_layer=_mtp({**_QWEN35_LAYER, **GATED}), inert="mtp_use_dedicated_embeddings",
 )  # fmt: skip
 QWEN3_5_MOE = llama_like(
     "qwen3_5_moe_text", {"Qwen3_5MoeForCausalLM": LM(), "Qwen3_5MoeTextModel": None},
     _QWEN_MIXED, _QWEN_EXPERTS, tower=dict(norm=PLUS_ONE),
-    keys={**_qwen_keys(2, _IMAGE_PLACES), **_expert_keys("tower.ffn", 256, 8), "intermediate_size": None},
-    inert="output_router_logits router_aux_loss_coef",
-    layer={**_QWEN35_LAYER, **EXPERTS, **_SHARED_EXPERT}, carried=_MORE,
+    keys={
+        **_qwen_keys(2, _IMAGE_PLACES), **_expert_keys("tower.ffn", 256, 8), **_QWEN35_COUNT,
+        "intermediate_size": None,
+    },
+    inert="output_router_logits router_aux_loss_coef mtp_use_dedicated_embeddings",
+    layer={**_QWEN35_LAYER, **EXPERTS, **_SHARED_EXPERT}, carried=_MORE, mtp=MTP(shared=True),
+    mtp_layer=_mtp({**_QWEN35_LAYER, **EXPERTS, **_SHARED_EXPERT}),
 )  # fmt: skip
 
 QWEN3_5_PICTURES = Multimodal("qwen3_5", "qwen3_5_text")

@@ -9,8 +9,9 @@ from regard.attention import GQA
 from regard.block import Tower
 from regard.checkpoint import rules, tensors
 from regard.checkpoint.families.common import BIASED_ATTENTION, SHAPE_KEYS
+from regard.checkpoint.family import Family
 from regard.checkpoint.nested import Nested
-from regard.checkpoint.rules import ACTIVATIONS, Data, Family, Group, Key, Keys, fixed
+from regard.checkpoint.rules import ACTIVATIONS, Data, Group, Key, Keys, fixed
 from regard.checkpoint.tensors import To, Weights
 from regard.layers import MLP, Classify, Norm, Project
 from regard.models import AttentionPool, PairConfig, Patches, Pool, Tokens, TransformerConfig

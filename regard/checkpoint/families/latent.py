@@ -15,10 +15,12 @@ from regard.checkpoint.families.common import (
     SWIGLU,
     decoder_heads,
     llama_like,
+    mtp_behind,
     sizes,
 )
 from regard.checkpoint.rules import ACTIVATIONS, Data, Group, Key, Keys, fixed, get, put
 from regard.checkpoint.tensors import To, Weights
+from regard.models.mtp import MTP
 from regard.moe import MoE
 from regard.position import Rope
 
@@ -50,13 +52,12 @@ def _read_turned_dim(theirs: Data, ours: Data) -> None:
 
 
 _SHARED_BIAS = Key("tower.ffn.0.bias tower.ffn.1.shared_bias", False)
-_LATENT_INERT = (
-    """num_key_value_heads qk_head_dim num_nextn_predict_layers ep_size aux_loss_alpha seq_aux"""
-)
+_LATENT_INERT = """num_key_value_heads qk_head_dim ep_size aux_loss_alpha seq_aux"""
+_COUNT = rules.mtp_count("num_nextn_predict_layers")
 _V3: Keys = dict(
     norm_topk_prob=Key("tower.ffn.1.normalized", True, null=False), n_group=rules.expert_groups(None, (8, 4)),
     **fixed(scoring_func="sigmoid"), mlp_layer_types=rules.experts_by_layer(3),
-    head_dim=Group(("head_dim",), _read_turned_dim, lambda *_: None),
+    head_dim=Group(("head_dim",), _read_turned_dim, lambda *_: None), num_nextn_predict_layers=_COUNT,
 )  # fmt: skip
 
 
@@ -85,7 +86,7 @@ def _latent_sizes(mscale: float, experts: int, active: int, expert_dim: int) -> 
 _SIZES_V3 = sizes(129280, 7168, 61, 128, 18432, 163840) | _latent_sizes(1.0, 256, 8, 2048)
 _LATENT_ALIASES = dict.fromkeys(("num_experts", "num_local_experts"), "n_routed_experts")
 _LATENT_ALIASES |= dict(num_mtp_layers="num_nextn_predict_layers")
-# The extra layer that predicts one token more.
+# MTP layers, where no language model reads them; with one, their copies of its table and head.
 _NEXT_TOKEN_LAYER = (r"model\.layers\.{layers}\..*",)
 DEEPSEEK_V2 = llama_like(
     "deepseek_v2", decoder_heads("DeepseekV2", tags=False), _MLA,
@@ -95,7 +96,8 @@ DEEPSEEK_V2 = llama_like(
         **fixed(scoring_func="softmax"), mlp_layer_types=rules.experts_by_layer(0),
     ),
     # Whatever norm_topk_prob says, transformers never normalises for V2.
-    inert=f"{_LATENT_INERT} head_dim norm_topk_prob", aliases=_LATENT_ALIASES, layer=_latent_layer("attention"),
+    inert=f"{_LATENT_INERT} num_nextn_predict_layers head_dim norm_topk_prob",
+    aliases=_LATENT_ALIASES, layer=_latent_layer("attention"),
     presets={
         "deepseek-v2-lite": sizes(102400, 2048, 27, 16, 10944, 163840)
         | _latent_sizes(0.707, 64, 6, 1408)
@@ -108,8 +110,12 @@ DEEPSEEK_V3 = llama_like(
     frame=_latent_keys("tower.attention", 1, 2.5),
     keys=_V3 | dict(rope_interleave=Key("tower.attention.rope.layout", True, _INTERLEAVED, False)),
     inert=_LATENT_INERT, aliases=_LATENT_ALIASES, layer=_latent_layer("attention"), carried=_NEXT_TOKEN_LAYER,
-    presets={"deepseek-v3": _SIZES_V3},
+    mtp=MTP(), mtp_layer=mtp_behind(_latent_layer("attention")), presets={"deepseek-v3": _SIZES_V3},
 )  # fmt: skip
+_SPARSE_LAYER: Weights = {
+    **_latent_layer("attention.attention"),
+    "self_attn.indexer.{wq_b,wk,k_norm,weights_proj}.*": "attention.indexer.{wq,wk,k_norm,ww}.*",
+}
 DEEPSEEK_V32 = llama_like(
     "deepseek_v32", decoder_heads("DeepseekV32", labels=False), DSA(_MLA, 1, 2, 1, rope_dim=2),
     (SWIGLU, _EXPERTS_V3), frame=_latent_keys("tower.attention.attention", 1, 2.5),
@@ -119,10 +125,7 @@ DEEPSEEK_V32 = llama_like(
     ),
     # transformers' V3.2 has a key for biases, and none.
     inert=f"{_LATENT_INERT} layer_types mlp_bias", aliases=_LATENT_ALIASES,
-    layer={
-        **_latent_layer("attention.attention"),
-        "self_attn.indexer.{wq_b,wk,k_norm,weights_proj}.*": "attention.indexer.{wq,wk,k_norm,ww}.*",
-    },
+    layer=_SPARSE_LAYER, mtp=MTP(), mtp_layer=mtp_behind(_SPARSE_LAYER),
     carried=_NEXT_TOKEN_LAYER,
     presets={"deepseek-v3.2": _SIZES_V3 | dict(index_n_heads=64, index_head_dim=128, index_topk=2048)},
 )  # fmt: skip
@@ -160,10 +163,7 @@ GLM_MOE_DSA = llama_like(
         ),
     ),
     inert=f"{_LATENT_INERT} layer_types mlp_bias head_dim", aliases=_LATENT_ALIASES,
-    layer={
-        **_latent_layer("attention.attention"),
-        "self_attn.indexer.{wq_b,wk,k_norm,weights_proj}.*": "attention.indexer.{wq,wk,k_norm,ww}.*",
-    },
+    layer=_SPARSE_LAYER, mtp=MTP(), mtp_layer=mtp_behind(_SPARSE_LAYER),
     carried=_NEXT_TOKEN_LAYER,
 )  # fmt: skip
 
@@ -229,7 +229,7 @@ MISTRAL4 = llama_like(
         rope_interleave=Key("tower.attention.rope.layout", True, _INTERLEAVED, False),
         rope_parameters=Group(_MISTRAL_ROPE.names, _read_mistral, _write_mistral),
     ),
-    inert=f"{_LATENT_INERT} head_dim", aliases=dict(num_local_experts="n_routed_experts"),
+    inert=f"{_LATENT_INERT} num_nextn_predict_layers head_dim", aliases=dict(num_local_experts="n_routed_experts"),
     layer={
         **{key: row for key, row in _latent_layer("attention").items() if "{e}" not in key},
         "mlp.experts.gate_up_proj": To("ffn.{gate,up}", tensors.GATE_UP), "mlp.experts.down_proj": "ffn.down",

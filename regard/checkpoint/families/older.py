@@ -21,10 +21,10 @@ from regard.checkpoint.families.common import (
     llama_like,
     sizes,
 )
+from regard.checkpoint.family import Family
 from regard.checkpoint.rules import (
     ACTIVATIONS,
     Data,
-    Family,
     Fixed,
     Group,
     Key,

@@ -8,7 +8,8 @@ from regard.attention import GQA
 from regard.block import Tower
 from regard.checkpoint import rules, tensors
 from regard.checkpoint.families.common import BIASED_ATTENTION, POST_NORM
-from regard.checkpoint.rules import ACTIVATIONS, Data, Family, Group, Key, Keys, fixed
+from regard.checkpoint.family import Family
+from regard.checkpoint.rules import ACTIVATIONS, Data, Group, Key, Keys, fixed
 from regard.checkpoint.tensors import To, Weights
 from regard.layers import LM, MLP, Norm
 from regard.models import EncoderDecoderConfig, Tokens

@@ -7,7 +7,8 @@ from dataclasses import replace
 from regard.attention import GQA
 from regard.block import Tower
 from regard.checkpoint import rules, tensors
-from regard.checkpoint.rules import ACTIVATIONS, Data, Family, Group, Key
+from regard.checkpoint.family import Family
+from regard.checkpoint.rules import ACTIVATIONS, Data, Group, Key
 from regard.checkpoint.tensors import Weights
 from regard.layers import LM, MLP
 from regard.models import EncoderDecoderConfig, Sound, Tokens

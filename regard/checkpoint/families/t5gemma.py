@@ -9,8 +9,9 @@ from regard.attention import GQA
 from regard.block import Tower
 from regard.checkpoint import rules, tensors
 from regard.checkpoint.families.common import ATTENTION, GATED, PLUS_ONE, ROTARY, sizes, sliding
+from regard.checkpoint.family import Family
 from regard.checkpoint.nested import Nested
-from regard.checkpoint.rules import ACTIVATIONS, Data, Family, Group, Key, Keys, fixed
+from regard.checkpoint.rules import ACTIVATIONS, Data, Group, Key, Keys, fixed
 from regard.checkpoint.tensors import Weights
 from regard.layers import LM, MLP
 from regard.models import EncoderDecoderConfig, Tokens

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from regard.attention.protocol import Context
-from regard.block import Stack, _at
+from regard.block import Stack, layer_context
 from regard.cache import Contiguous, Paged
 from regard.cache.base import Cache, Layer, State
 from regard.fast.cpu.join import Packing
@@ -77,7 +77,7 @@ class NativeStack(PackedStack):
         own, source = caches
         if self.tapes.stack() is not self or ctx.probe is not None or ctx.mask != CAUSAL:
             return None
-        if own is None or step_of(_at(ctx, own, 0, "")) is None:
+        if own is None or step_of(layer_context(ctx, own, 0, "")) is None:
             return None
         read = cross is None or (cross.memory is None and type(source) in (Contiguous, Paged))
         if not read:

@@ -45,6 +45,7 @@ from regard.kernels.triton.linear import ready
 from regard.layers import FeedForward, LMHead
 from regard.models import EncoderDecoder, Model
 from regard.models.adapt import Int4Linear, LowRank
+from regard.models.mtp import MTPLayers
 from regard.moe import MixtureOfExperts
 from regard.position import RelativeBias
 
@@ -268,6 +269,8 @@ class Cuda(Specialise):
 
     table: ClassVar[Mapping[type, Row]] = {
         nn.Dropout: lambda maker, m: direct(nn.Identity)(),
+        # They guess outside of graphs.
+        MTPLayers: lambda maker, m: m,
         Block: lambda maker, m: maker.block(m),
         Stack: lambda maker, m: maker.copy(m, norm=LeftNorm(m.norm)),
         GroupedQueryAttention: lambda maker, m: maker.attention(m),
