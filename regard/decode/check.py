@@ -9,6 +9,7 @@ from torch import Tensor
 
 from regard.cache import FIRST, Pool, taken_back
 from regard.decode.settings import Request, named
+from regard.decode.speculate import OWN
 from regard.errors import UsageError
 from regard.models.embedding import Patches, Tokens, context
 from regard.models.sound import Sound
@@ -109,7 +110,18 @@ def check_source(source: Tensor | None, model: Any) -> None:
 
 
 def check_draft(draft: Any, model: Any) -> None:
-    """Whether a draft model can guess for a model at all."""
+    """Whether a draft model, or the model's own MTP layers, can guess for a model at all."""
+    if draft is None:
+        return
+    if isinstance(draft, str):
+        if draft != OWN:
+            raise UsageError(
+                f"draft is {draft!r}; give a small model, or {OWN!r}: the model's own layers"
+            )
+        if getattr(model, "mtp", None) is None:
+            why = f"draft={OWN!r} asks for guesses of the model's MTP layers, and it has none"
+            raise UsageError(f"{why}; give a small model, or look guesses up: lookup=4")
+        return
     ours, own = written(model).vocab, written(draft).vocab
     if own != ours:
         raise UsageError(

@@ -33,6 +33,7 @@ from regard.decode.scheduler import Scheduler, Snapshot
 from regard.decode.sequence import Sequence
 from regard.decode.settings import Event, Request, Settings
 from regard.decode.sources import source_length, source_size
+from regard.decode.speculate import OWN
 from regard.errors import UsageError
 from regard.fast.cpu import Prepared
 from regard.fast.cuda.record import Recorder
@@ -61,17 +62,18 @@ class Engine:
     def __init__(
         self, model: Model, *, runner: str = "auto", layout: str = "paged", rows: int | None = None,
         chunk: int | None = None, pages: int | None = None, page: int = 16, memory: float | None = None,
-        prefix: bool = True, backend: str = "sdpa", draft: Model | None = None, patience: float = math.inf
+        prefix: bool = True, backend: str = "sdpa", draft: Model | str | None = None, patience: float = math.inf
     ):  # fmt: skip
         _check_options(
             {"layout": layout, "runner": runner},
             {"rows": rows, "chunk": chunk, "pages": pages, "page": page},
         )
-        if draft is not None:
-            check_draft(draft, model)
-        self.model, self.draft = model, draft
+        check_draft(draft, model)
+        # Its own layers, or a model.
+        self.own = isinstance(draft, str)
+        self.model, self.draft = model, None if isinstance(draft, str) else draft
         self.longest = context_of(model)
-        self.modules = [*model.modules(), *(draft.modules() if draft is not None else ())]
+        self.modules = [*model.modules(), *([] if self.draft is None else self.draft.modules())]
         self.specs = model.cache_specs()
         weight = next(model.parameters())
         self.where: Where = {"device": weight.device, "dtype": weight.dtype}
@@ -79,9 +81,13 @@ class Engine:
         packed = isinstance(model, Prepared)
         self.weights = SHARED if packed else sum(p.numel() for p in model.parameters())
         # Why there is no graph; nothing where there is one.
-        asked = {"runner": (runner, "torch"), "layout": (layout, "contiguous")}
-        why = next((f"{k}={v!r} was asked for" for k, (v, x) in asked.items() if v == x), "")
-        why = why or why_plain(model, backend, draft, runner == "graph")
+        asked = [
+            ("runner", runner, "torch"),
+            ("layout", layout, "contiguous"),
+            ("draft", draft, OWN),
+        ]
+        why = next((f"{name}={x!r} was asked for" for name, x, plain in asked if x == plain), "")
+        why = why or why_plain(model, backend, self.draft, runner == "graph")
         if why and runner == "graph":
             raise UsageError(f"this model has no CUDA graph: {why}; leave runner out")
         self.pool: Pool | None = None
@@ -160,7 +166,7 @@ class Engine:
     def submit(self, request: Request) -> int:
         """Queue a request; its number names it in events."""
         check(request, self.model)
-        if request.settings.draft:
+        if request.settings.draft and not self.own:
             check_drafted(request, self.draft, self.model)
         if self.pool is not None:
             slots = self.graph is not None and self.graph.takes(request, long=False)

@@ -63,7 +63,8 @@ def generate(
     fit are served as rows become free. `layout`: paged or contiguous; if it is not said, paged where that is fastest
     (in a CUDA graph, and for beams of a prepared model), and contiguous elsewhere. `invariant`: an answer has the same
     bits whatever the other prompts are (slower; see regard.fast.invariant). `draft_model`: a small model of the same
-    vocabulary that guesses tokens ahead (`draft` of them, 4 if not said). `mask(sample, ids)` gives the tokens that may
+    vocabulary that guesses tokens ahead (`draft` of them, 4 if not said), or "mtp": the model's own MTP layers
+    (`draft`: as many as they are). `mask(sample, ids)` gives the tokens that may
     follow the ids of an answer, as a grammar does: see Request.
 
     An answer that fails (the model gives no numbers) is a result too: its finish is "error", `error` says why, ids and
@@ -86,7 +87,8 @@ def engine_for(
     s, weight = requests[0].settings, next(model.parameters())
     # A state takes no guess back in a graph.
     still = s.lookup > 0 and any(spec.state for spec in model.cache_specs())
-    plain = still or layout == "contiguous" or why_plain(model, draft=draft)
+    own = isinstance(draft, str)
+    plain = still or own or layout == "contiguous" or why_plain(model, draft=draft)
     most = ROWS if plain else MANY if s.beams == 1 else ROWS * s.beams
     rows = min(rows or most, len(requests) * s.rows)
     # C code reads the tokens of beams where they lie; torch's own attention would copy pages into rows for every token,
@@ -123,6 +125,12 @@ def engine_for(
     return Engine(model, rows=rows, page=page, memory=memory, **guesser)
 
 
+def ahead(model: Any, draft: Any) -> int:
+    """How many tokens are guessed at once, where nothing says it."""
+    layers = getattr(model, "mtp", None) if isinstance(draft, str) else None
+    return 4 if layers is None else layers.config.depth
+
+
 def failed(results: Sequence[Result]) -> str:
     """A sentence about the answers that ended with an error; empty where none did."""
     errors = [r.error for r in results if r.finish == "error"]
@@ -140,7 +148,7 @@ def answers(
     them, and nobody is warned of it. `begin`: the tokens that a decoder begins with, where it is not the folder that
     says it."""
     if draft_model is not None:
-        settings.setdefault("draft", 4)
+        settings.setdefault("draft", ahead(model, draft_model))
     job = Job(model, stop, settings, mask=mask, defaults=defaults, begin=begin)
     many = job.requests(prompts)
     if invariant:
@@ -176,7 +184,7 @@ def stream(
     """The answer to one prompt while it is made, in pieces: one for each token that completes a character; joined, they
     are generate's text. The generator's return value is the Result. If the answer fails, that is raised at its end."""
     if draft_model is not None:
-        settings.setdefault("draft", 4)
+        settings.setdefault("draft", ahead(model, draft_model))
     job = Job(model, stop, settings, live=True, mask=mask, defaults=defaults)
     if job.settings.rows > 1:
         raise UsageError("a stream is one answer; leave beams and samples out")

@@ -231,6 +231,8 @@ class Slot:
     # wanted, and what was found.
     cache: Cache | None = None
     marks: list[int] = field(default_factory=list)
+    # Where the model's own layers guess: the states (t m) of its last tokens, which these have not read.
+    trail: list[Tensor] = field(default_factory=list)
     states: dict[bytes, list[Recurrent]] = field(default_factory=dict)
 
     @property

@@ -25,7 +25,7 @@ from regard.decode.sampling import scored
 from regard.decode.sequence import SLICE, Sequence, Slot, State, unscored
 from regard.decode.settings import Result
 from regard.decode.sources import source_size, sources
-from regard.decode.speculate import Draft, padded
+from regard.decode.speculate import OwnGuesses, guesser, padded
 from regard.fast.cpu import Prepared
 from regard.models.base import Model, last_real
 
@@ -46,7 +46,7 @@ class Forward:
     where: Where  # its caches are
     backend: str = "sdpa"
     pool: Pool | None = None
-    draft: Model | None = None  # a model that guesses ahead
+    draft: Model | str | None = None  # a model that guesses ahead; a word: its own layers do
     longest: int = 0  # tokens that a text past the context goes on with
 
 
@@ -57,7 +57,7 @@ class PlainBatch(Batch):
         super().__init__(forward.pool, reading)
         self.model, self.specs, self.where = forward.model, forward.specs, forward.where
         self.backend = forward.backend
-        self.draft = None if forward.draft is None else Draft(forward.draft)
+        self.draft = None if forward.draft is None else guesser(forward.model, forward.draft)
         self.live: list[Slot] = []  # whose rows the cache holds, in this order
         self.samples: list[Slot] = []  # those of them that are not beams
         self.single: list[int] = []  # their rows
@@ -132,7 +132,7 @@ class PlainBatch(Batch):
             given |= sources([slot.request for slot in slots], self.where["device"])
         wanted = [unscored(slot.request, self.scores) for slot in slots]
         try:
-            if any(wanted):
+            if any(wanted) or any(map(self._keeps, slots)):
                 hidden = self.model.hidden(ids, lengths, **given)
                 logits = self.model.logits(last_real(hidden, lengths))
             else:
@@ -143,11 +143,14 @@ class PlainBatch(Batch):
         for i, (slot, size) in enumerate(group):
             if wanted[i]:
                 self._look_up(slot, hidden[i], size)
+            if self._keeps(slot):
+                slot.trail.append(hidden[i, :size])
             slot.fed += size
             self._mark(slot, cache, i, size)
             if slot.fed == len(slot.text) - len(slot.sequence.ids) < len(slot.text):
                 for other in slot.going():
                     other.cache, other.fed = cache.fork(torch.tensor([i])), slot.fed
+                    other.trail = list(slot.trail)
                 slot.siblings = []
         through = [i for i, slot in enumerate(slots) if slot.fed == len(slot.text)]
         if len(through) < len(slots):
@@ -160,6 +163,9 @@ class PlainBatch(Batch):
                 return
             cache = kept
         writers = [[slots[i], *slots[i].going()] for i in through]
+        for reader, *others in writers:
+            for other in others:
+                other.trail = list(reader.trail)
         counts = [sum(s.times for s in each) for each in writers]
         rows = [i for i, n in enumerate(counts) for _ in range(n)]
         if len(set(counts)) > 1:
@@ -167,6 +173,10 @@ class PlainBatch(Batch):
         elif counts[0] > 1:
             cache = cache.spread(counts[0], self.model.shares_source)
         self._begin([s for each in writers for s in each], cache, logits[through][rows])
+
+    def _keeps(self, slot: Slot) -> bool:
+        """Whether the states of its text are kept, for layers that guess."""
+        return isinstance(self.draft, OwnGuesses) and slot.settings.draft > 0
 
     def _read_again(self) -> None:
         """Texts that have come past the border of LongRoPE: of a longer text every token is turned otherwise."""
@@ -290,16 +300,19 @@ class PlainBatch(Batch):
             found = self.model.next_best(ids, only.shape.candidates, *banned, **given)
             self._trade({only: (beams[only], found)})
             return
+        kept = [(i, s) for i, s in zip(single, samples, strict=True) if self._keeps(s)]
+        logits, hidden = read(self.model, ids, lengths if guesses else None, bool(kept), given)
         if guesses:
-            logits, wrong = self.model(ids, lengths, **given), torch.zeros_like(lengths)
+            wrong = torch.zeros_like(lengths)
             wrong[single], events = self.sampler.verify(some(logits, single), lengths[single])
             self.events += events
             if bool((wrong > 0).any()):
                 self.cache.rewind(wrong)
-            logits = logits[:, 0]
+            logits, lengths = logits[:, 0], lengths - wrong
         else:
-            logits = self.model.next_logits(ids, **given)
             self.events += self.sampler.choose(some(logits, single))
+        for (i, slot), size in zip(kept, lengths[[i for i, _ in kept]].tolist(), strict=True):
+            slot.trail.append(hidden[i, :size])
         if self.prefix:
             self._leave_answers()
         self._trade({s: (rows, s.best(s.groups, some(logits, rows))) for s, rows in beams.items()})
@@ -326,9 +339,22 @@ class PlainBatch(Batch):
             row.guess, row.guessed = row.guesses(), len(row.ids)
         if self.draft is not None:
             texts = [row.request.ids + row.ids for row in rows]
+            trails = [slot.trail for slot in self.samples]
             room = [0 if row.guess else row.room(row.request.settings.draft) for row in rows]
-            for row, guess in zip(rows, self.draft.guess(texts, room), strict=True):
+            for row, guess in zip(rows, self.draft.guess(texts, room, trails), strict=True):
                 row.guess = row.guess or guess
+
+
+def read(
+    model: Model, ids: Tensor, lengths: Tensor | None, keep: bool, given: dict[str, Any]
+) -> tuple[Tensor, Any]:
+    """Logits at every place, of texts without guesses at the last alone; and the states, if they are kept."""
+    if keep:
+        hidden = model.hidden(ids, lengths, **given)
+        return model.logits(hidden[:, -1] if lengths is None else hidden), hidden
+    if lengths is None:
+        return model.next_logits(ids, **given), None
+    return model(ids, lengths, **given), None
 
 
 def set_reach(cache: Cache, rows: abc.Sequence[Sequence]) -> None:
