@@ -42,7 +42,7 @@ from regard.training.config import Config, recipe_of
 from regard.training.index_losses import sparse_layers
 from regard.training.measure import context_of
 from regard.training.measure import measure as measured
-from regard.training.objectives import REWARDS, Tally
+from regard.training.objectives import REWARDS, Tally, learns_mtp
 from regard.training.parallel import SingleProcess
 from regard.training.tasks import SENTINELS, TASKS
 from regard.training.trainer import Figures, Measure, Trainer, flat
@@ -76,8 +76,10 @@ def assemble(
     texts += notices(config, model, coder)
     stored = next(model.parameters()).dtype
     model = fast.masters(config.learning(model, device))
-    tally = Tally() if TASKS[config.task].compared else None
-    if tally is not None and without_dropout(model):
+    compared = TASKS[config.task].compared
+    foretold = TASKS[config.task].foretells and learns_mtp(model)
+    tally = Tally() if compared or foretold else None
+    if compared and without_dropout(model):
         texts.append("preferences are learned without dropout: what is compared has none")
     objective = objective_of(config, model, coder, tally)
     feed = config.fed(loaded.feed, marks(coder))
@@ -117,10 +119,12 @@ def folder_config(
 
 
 def objective_of(config: Config, model: Any, coder: Coder | None, tally: Tally | None) -> Objective:
-    """What is minimised; of preferences with what they are compared with, and a tally of the rewards."""
+    """What is minimised, with a tally of what else is told of it; of preferences with what they are compared with."""
     objective: Any = config.objective
     if tally is None:
         return objective
+    if not TASKS[config.task].compared:
+        return partial(objective, tally=tally)
     given = config.prefer.reference or not config.adapt.low_rank
     reference = reference_of(config, model, coder) if given else None
     return partial(objective, reference=reference, tally=tally)

@@ -95,6 +95,17 @@ class Config:
             )
         if self.prefer != DPO and not task.compared:
             raise UsageError(f"[prefer] is not used by the task {self.task}; leave it out")
+        if self.train.mtp and (self.adapt.method != "full" or not task.foretells):
+            why = (
+                "LoRA leaves MTP layers as they are"
+                if task.foretells
+                else "nothing foretells there"
+            )
+            able = " and ".join(name for name, row in TASKS.items() if row.foretells)
+            raise UsageError(
+                f"train.mtp is not used by the task {self.task} with adapt.method = {self.adapt.method} ({why}), "
+                f"but by {able} with full; leave it out"
+            )
         known = getattr(task.corruption, "__dataclass_fields__", {})
         if unused := [name for name in self.noise.given if name not in known]:
             raise UsageError(f"noise.{unused[0]} is not used by the task {self.task}; leave it out")
@@ -118,9 +129,10 @@ class Config:
         task = TASKS[self.task]
         if task.compared:
             return partial(task.objective, how=self.prefer)
-        if self.smoothing == NONE:
-            return task.objective
-        return partial(task.objective, smoothing=self.smoothing)
+        given: dict[str, Any] = {} if self.smoothing == NONE else {"smoothing": self.smoothing}
+        if task.foretells and self.train.mtp is not None:
+            given["mtp"] = self.train.mtp
+        return partial(task.objective, **given) if given else task.objective
 
     def learning(
         self,
@@ -136,8 +148,14 @@ class Config:
         if self.adapt.method == "qlora":
             quantize(model, device)
         model = model.to(device=device)
-        leaves = TASKS[self.task].leaves
-        return adapted(model, self.adapt) if leaves is None else leaves(model)
+        task, layers = TASKS[self.task], getattr(model, "mtp", None)
+        model = adapted(model, self.adapt) if task.leaves is None else task.leaves(model)
+        if layers is None and self.train.mtp:
+            why = "train.mtp is for MTP layers, and this model has none"
+            raise UsageError(f'{why}; leave it out, or give it some: [model] mtp = "mtp"')
+        if layers is not None and not (task.foretells and self.train.mtp != 0):
+            layers.requires_grad_(False)
+        return model
 
     def fed(self, feed: Feed, marks: Marks | None) -> Feed:
         """The feed as the task wants it."""

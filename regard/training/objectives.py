@@ -16,7 +16,7 @@ from regard.config import Choice, Positive, settings
 from regard.data.feed import IGNORE, Batch, Objective
 from regard.errors import UsageError
 from regard.layers import LMHead
-from regard.mask import Causal, Documents, Mask, Prefix
+from regard.mask import Causal, Documents, Mask, Prefix, Span
 from regard.models.adapt import low_ranks, switched_off
 from regard.models.recurrent import Recurrent
 from regard.moe import MixtureOfExperts, balance_loss
@@ -83,14 +83,54 @@ def table(model: Any) -> Tensor:
     return (getattr(model, "target", None) or model.embedding).weight
 
 
-def causal(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tensor, Tensor]:
-    """- sum_t log p(label_t | ids_<=t): the next token, packed documents not seeing each other.
+def causal(
+    model: Any, batch: Batch, smoothing: Smoothing = NONE, mtp: float | None = None, tally: Tally | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """- sum_t log p(label_t | ids_<=t): the next token, packed documents not seeing each other. In training, `mtp`
+    times the loss of the model's MTP layers stands beside it (None: MTP_WEIGHT); `tally` gets that loss.
 
     Lengths are not told to the model: padding stands behind what could see it, and the fast causal kernel stays."""
     mask = {} if batch.doc is None else {"mask": causal_mask(batch)}
     if mask and isinstance(model, Recurrent):
         raise UsageError("a recurrent model carries its state on: it cannot read packed documents")
-    return vocabulary_loss(model, model.hidden(batch.ids, **mask), batch.labels, smoothing)
+    hidden = model.hidden(batch.ids, **mask)
+    total, count = vocabulary_loss(model, hidden, batch.labels, smoothing)
+    weight = MTP_WEIGHT if mtp is None else mtp
+    if weight and model.training and learns_mtp(model):
+        further, labels = further_loss(model, hidden, batch)
+        if tally is not None:
+            tally.add(mtp_loss=further, count=labels)
+        total = total + weight * further
+    return total, count
+
+
+# The weight of the loss of MTP layers where none is set, as at first in DeepSeek-V3.
+MTP_WEIGHT = 0.3
+
+
+def learns_mtp(model: Any) -> bool:
+    layers = getattr(model, "mtp", None)
+    return layers is not None and any(p.requires_grad for p in layers.parameters())
+
+
+def further_loss(model: Any, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The mean over MTP layers of - sum_t log p(label that lies further on, in the same document), and how many they
+    are. hidden (b t m): the tower's."""
+    mask, depth = causal_mask(batch), model.mtp.config.depth
+    size = batch.ids.shape[1]
+    pos = Span.run(0, size, hidden.device).within(mask)
+    loss, count = hidden.new_zeros(()), torch.zeros((), device=hidden.device)
+    for layer in range(depth):
+        far = layer + 1
+        ids = F.pad(batch.ids[:, far:], (0, far))[:, :size]
+        labels = F.pad(batch.labels[:, far:], (0, far), value=IGNORE)[:, :size]
+        if batch.doc is not None:
+            there = F.pad(batch.doc[:, far:], (0, far), value=-1)[:, :size]
+            labels = labels.masked_fill(there != batch.doc, IGNORE)
+        hidden = model.further(hidden, ids, pos, layer, mask=mask)
+        more, counted = vocabulary_loss(model, hidden, labels)
+        loss, count = loss + more / depth, count + counted / depth
+    return loss, count
 
 
 def masked(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tensor, Tensor]:

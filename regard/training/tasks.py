@@ -29,8 +29,9 @@ class Task(NamedTuple):
     learned for it. `corruption`: of its text, made of the tokenizer's Marks and a config's [noise].
     `packed`: whole documents may share a row; `smoothed`: labels may be smoothed; `sampled`: its
     decoder may read its own words; `compared`: its objective takes [prefer], a reference model and a
-    tally of rewards; `continued`: samples go on with a text; `indexed`: it trains the indexers of
-    sparse attention; `leaves`: freezes the rest of a model, where a task trains a part of it alone."""
+    tally of rewards; `foretells`: MTP layers learn beside it; `continued`: samples go on with a text;
+    `indexed`: it trains the indexers of sparse attention; `leaves`: freezes the rest of a model, where
+    a task trains a part of it alone."""
 
     reads: str
     objective: Callable[..., tuple[Tensor, Tensor]]
@@ -46,6 +47,7 @@ class Task(NamedTuple):
     smoothed: bool = True
     sampled: bool = False
     compared: bool = False
+    foretells: bool = False
     continued: bool = False
     indexed: bool = False
     leaves: Callable[[Any], Any] | None = None
@@ -65,6 +67,7 @@ _LM: dict[str, Any] = {"mask": objectives.causal_mask, "recipe": {"task": "lm"},
 _PREFIX = {**_LM, "mask": objectives.prefix_mask, "corruption": lambda marks: DrawPrefix()}
 _MLM: dict[str, Any] = {"mask": objectives.document_mask, "corruption": MaskTokens, "packed": True}
 _CHATML: dict[str, Any] = {"task": "lm", "more": ("<|im_start|>", "<|im_end|>")}
+_CHAT: dict[str, Any] = {**_LM, "recipe": _CHATML, "continued": True, "foretells": True}
 _PREFER: dict[str, Any] = {
     "metrics": ("loss", *objectives.REWARDS),
     "recipe": _CHATML,
@@ -81,9 +84,9 @@ _SPAN: dict[str, Any] = {"metrics": ("exact", "f1", "loss"), "head": lambda clas
 _INDEX: dict[str, Any] = {**_LM, "metrics": ("loss",), "indexed": True}
 _WARM_UP: dict[str, Any] = {"smoothed": False, "leaves": index_losses.indexers}
 TASKS: dict[str, Task] = {
-    "lm": Task("lm", objectives.causal, *_TEXT, **_LM, continued=True),
+    "lm": Task("lm", objectives.causal, *_TEXT, **_LM, continued=True, foretells=True),
     # Of conversations, what the assistant says.
-    "chat": Task("chat", objectives.causal, *_TEXT, **{**_LM, "recipe": _CHATML}, continued=True),
+    "chat": Task("chat", objectives.causal, *_TEXT, **_CHAT),
     # Of two answers, that the better one is likelier.
     "prefer": Task("prefer", objectives.prefer, *_GPT, **_PREFER, compared=True),
     "prefix": Task("lm", objectives.prefix, *_GPT, **_PREFIX),

@@ -77,6 +77,8 @@ class Train:
     ema: Fraction | None = None
     # weight of the loss that keeps a mixture's experts in balance; see `balanced`
     balance: Amount | None = None
+    # weight of the loss of MTP layers; default: 0.3 where a model has them, 0 leaves them as they are
+    mtp: Amount | None = None
     bias_speed: Amount = 0.001  # how far the correction bias of a mixture moves in a step
     # loss or gradient not finite: stop, or skip the step; ten in a row stop
     nan: Annotated[str, Choice(POLICIES)] = "stop"
