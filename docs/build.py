@@ -29,7 +29,8 @@ DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 sys.path[:0] = [str(ROOT), str(DOCS)]
 
-import pictures  # noqa: E402, F401  (these two fill drawing.PICTURES)
+import pictures  # noqa: E402, F401  (these fill drawing.PICTURES)
+import pictures_newest  # noqa: E402, F401
 import pictures_parts  # noqa: E402, F401
 from drawing import PICTURES, draw  # noqa: E402
 

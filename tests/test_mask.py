@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from regard.mask import Causal, Documents, Full, Mask, Padding, Prefix, Span, Visible, Window
+from regard.mask import Causal, Chunk, Documents, Full, Mask, Padding, Prefix, Span, Visible, Window
 
 
 def seen(mask: Mask, q: Span, k: Span) -> list:
@@ -174,6 +174,8 @@ RULES = [
     *(Window(n) for n in (1, 2, 3, 9)),
     Causal() & Window(3),
     Causal() & Window(9),
+    *(Chunk(n) for n in (1, 2, 3, 9)),
+    Causal() & Chunk(3),
     Window(9) & Causal(1) & Full(),
 ]
 

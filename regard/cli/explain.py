@@ -43,8 +43,9 @@ def _flags() -> list[tuple[str, Any, None]]:
     """An option for each input of a topic, and which topics take it. They are read from the source:
     importing it would import torch, and help does not wait for that."""
     takers: dict[str, list[str]] = {}
-    source = Path(__file__).parents[1] / "learn" / "mechanisms.py"
-    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+    folder = Path(__file__).parents[1] / "learn"
+    texts = (file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.py")))
+    for node in (node for text in texts for node in ast.parse(text).body):
         marks = [ast.unparse(mark) for mark in getattr(node, "decorator_list", ())]
         if isinstance(node, ast.FunctionDef) and any(m.startswith("topic(") for m in marks):
             for each in node.args.args:
