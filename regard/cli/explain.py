@@ -40,11 +40,11 @@ class Question:
 
 
 def _flags() -> list[tuple[str, Any, None]]:
-    """An option for each input of a topic, and which topics take it. They are read from the source:
-    importing it would import torch, and help does not wait for that."""
+    """An option for each input of a topic, and which topics take it. They are read from the sources:
+    importing them would import torch, and help does not wait for that."""
     takers: dict[str, list[str]] = {}
-    source = Path(__file__).parents[1] / "learn" / "mechanisms.py"
-    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+    sources = sorted((Path(__file__).parents[1] / "learn").glob("*.py"))
+    for node in (n for s in sources for n in ast.parse(s.read_text(encoding="utf-8")).body):
         marks = [ast.unparse(mark) for mark in getattr(node, "decorator_list", ())]
         if isinstance(node, ast.FunctionDef) and any(m.startswith("topic(") for m in marks):
             for each in node.args.args:
