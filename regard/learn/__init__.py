@@ -1,4 +1,5 @@
 """The mechanisms explained: topics, and the numbers behind them."""
 
-# It fills explain.TOPICS.
+# They fill explain.TOPICS.
 from regard.learn import mechanisms as mechanisms
+from regard.learn import states as states

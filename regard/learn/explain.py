@@ -3,8 +3,8 @@ code, numbers; as text or as JSON.
 
 A topic is a function with a docstring (the question, then the formula) whose parameters are the
 numbers a reader may change; its example is their defaults, or in examples.toml. It computes by the
-library's own functions, in float64. The topics are in mechanisms.py; topics.toml has their chapters
-and the words that people use for them."""
+library's own functions, in float64. The topics are in mechanisms.py and states.py; topics.toml has
+their chapters and the words that people use for them."""
 
 from __future__ import annotations
 
