@@ -14,6 +14,7 @@ from regard.learn.mechanisms import bleu as bleu_topic
 from regard.learn.mechanisms import delta_rule as delta_topic
 from regard.learn.mechanisms import lora as lora_topic
 from regard.learn.mechanisms import mixture_of_experts as experts_topic
+from regard.learn.mechanisms import multi_token_prediction as further_topic
 from regard.learn.mechanisms import paged_cache as pages_topic
 from regard.learn.mechanisms import resume as resume_topic
 from regard.learn.mechanisms import rnn_path as path_topic
@@ -246,6 +247,15 @@ def speculation() -> str:
         curves.append(series(f"{k} guesses", x, [float(row[1] or 0) for row in rows]))
     title = "Tokens that one pass writes"
     return page.lines(curves, title, "share of guesses that are right", "tokens a pass")
+
+
+@picture
+def multi_token_prediction() -> str:
+    table = further_topic.tables({"steps": (60,)})[0]
+    n = [int(row[0]) for row in table.rows]
+    names = zip(table.columns[1:], zip(*(row[1:] for row in table.rows), strict=True), strict=True)
+    curves = [series(name, n, [float(y) for y in ys]) for name, ys in names]
+    return page.lines(curves, "A small model learns a short text", "step", "loss a token")
 
 
 @picture

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from regard.cli import shared as cli_parse
 from regard.cli.main import COMMANDS, command_of, main
 from regard.evaluation import model
 from regard.fast.cpu import model as cpu
+from regard.models.mtp import MTP
 from tests.text import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -276,6 +278,19 @@ def test_draft_model_changes_no_token() -> None:
         done = call("generate", folder("gpt2"), "The dog", *flags)
         text = json.loads(done.out)["text"] + "\n" if "--json" in more else done.out
         assert (done.code, text) == (0, plain.out)
+
+
+def test_mtp_layers_change_no_token(tmp_path: Path) -> None:
+    model = regard.load(folder("gpt2"))
+    made = replace(model.config, mtp=MTP(2)).make()
+    made.load_state_dict(model.state_dict(), strict=False)
+    made.origin = model.origin
+    made.save(tmp_path / "model")
+    plain = call("generate", folder("gpt2"), "The dog", "--max-new-tokens", 12)
+    for more in ([], ["--draft", 1]):
+        flags = ["--max-new-tokens", 12, "--draft-model", "mtp", *more]
+        done = call("generate", tmp_path / "model", "The dog", *flags)
+        assert (done.code, done.out) == (0, plain.out)
 
 
 def test_ids_in_and_out_without_a_tokenizer() -> None:

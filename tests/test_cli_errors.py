@@ -36,6 +36,7 @@ WRONG: dict[str, tuple[list[Any], int, str]] = {
     "n-best": (["generate", GPT2, "a", "--n-best", 3], 2, "n_best=3"),
     "samples": (["generate", GPT2, "a", "--samples", 3], 2, "temperature 0"),
     "draft": (["generate", GPT2, "a", "--draft", 3], 2, "--draft-model FOLDER"),
+    "draft of its own": (["generate", GPT2, "a", "--draft-model", "mtp"], 2, "MTP layers, and it has none"),
     "draft folder": (["generate", GPT2, "a", "--draft-model", "nowhere"], 4, "nowhere is not a folder"),
     "bias": (["generate", GPT2, "a", "--logit-bias", "5:3"], 2, "ID=BIAS"),
     "stop": (["generate", GPT2, "a", "--stop="], 2, "stop must be"),

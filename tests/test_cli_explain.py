@@ -189,6 +189,7 @@ COUNTED = {
     "delta-rule",
     "decoding",
     "exposure-bias",
+    "multi-token-prediction",
 }
 COUNTED |= {"resume", "1", "3", "6", "9"}
 VECTORS = {"norms", "quantisation", "clipping"}

@@ -25,7 +25,7 @@ from regard.cli import shared as cli
 from regard.cli.flags import Early, setting_flags
 from regard.cli.main import tell
 from regard.decode.filters import FILTERS
-from regard.decode.settings import DEFAULTS, Result
+from regard.decode.settings import DEFAULTS, OWN, Result
 from regard.errors import DATA, Fault, UsageError, blaming
 
 if TYPE_CHECKING:
@@ -46,12 +46,12 @@ class Sampling:
 @setting_flags(
     "beams n_best length_penalty early_stopping renormalize_logits draft_model draft lookup",
     n_best="print the N best of the beams",
-    draft="how many it guesses at once; default: 4",
+    draft="how many it guesses at once; default: 4, or as many as there are MTP layers",
 )
 class Search:
     """Beam search, and speculation."""
 
-    # a small model of the same vocabulary that guesses tokens ahead; changes no greedy token
+    # a small model of the same vocabulary that guesses tokens ahead, or mtp: the model's own layers; changes no token
     draft_model: cli.FolderName = None
 
 
@@ -136,8 +136,10 @@ def run(options: Options) -> int:
     single = "stop" if options.stop else ""
     rows = settings_of(model, given, options.defaults, single)(1).rows
     ids = as_ids(opened, prompt)
-    if options.search.draft_model is not None:
-        given["draft_model"] = cli.open_model(options.search.draft_model, options.machine).model
+    draft = options.search.draft_model
+    if draft is not None:
+        own = draft == OWN
+        given["draft_model"] = OWN if own else cli.open_model(draft, options.machine).model
     given |= {"defaults": options.defaults, "stop": options.stop}
     as_it_comes = rows == 1 and not options.json and opened.tokenizer is not None
     rate = cli.Rate(streaming=as_it_comes)
@@ -226,9 +228,13 @@ def settings_in(options: Any) -> dict[str, Any]:
         if texts := given.pop(name, ()):
             given[name] = tuple(bias(text, name.replace("_", "-"), many) for text in texts)
     if flat.get("draft_model") is not None:
-        given["draft"] = given.get("draft") or 4
+        # Of MTP layers as many as there are, which the model tells.
+        if flat["draft_model"] != OWN:
+            given["draft"] = given.get("draft") or 4
     elif given.get("draft"):
-        raise UsageError("--draft counts the guesses of a draft model: --draft-model FOLDER")
+        raise UsageError(
+            "--draft counts the guesses of a draft model: --draft-model FOLDER, or mtp"
+        )
     check_given(given)
     return given
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from regard.cache import FIRST, Pool, taken_back
-from regard.decode.settings import Request, named
-from regard.decode.speculate import OWN
+from regard.decode.settings import OWN, Request, named
 from regard.errors import UsageError
 from regard.models.embedding import Patches, Tokens, context
 from regard.models.sound import Sound

@@ -31,9 +31,8 @@ from regard.decode.runners.steps import GraphSteps, steps_of, unused, why_plain
 from regard.decode.runners.torch import TorchRunner
 from regard.decode.scheduler import Scheduler, Snapshot
 from regard.decode.sequence import Sequence
-from regard.decode.settings import Event, Request, Settings
+from regard.decode.settings import OWN, Event, Request, Settings
 from regard.decode.sources import source_length, source_size
-from regard.decode.speculate import OWN
 from regard.errors import UsageError
 from regard.fast.cpu import Prepared
 from regard.fast.cuda.record import Recorder

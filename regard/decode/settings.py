@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 EARLY = ("heuristic", "never", "first")
 OVERFLOW = ("error", "crop", "sinks")
+OWN = "mtp"  # the draft of a model that guesses by its own MTP layers
 MOST_TOPS = 20  # tokens listed beside each one that was chosen
 # What transformers and others call our settings.
 FOREIGN_NAMES = {
@@ -36,6 +37,7 @@ FOREIGN_NAMES = {
     "prompt_lookup_num_tokens": "lookup",
     "stop_strings": "stop",
     "suppress_tokens": "banned",
+    "use_mtp": "draft_model='mtp'",
 }
 
 # What we had once.
@@ -110,7 +112,7 @@ class Settings:
     n_best: int = _within(1, 1, 1024)  # texts of a beam search that are given back
     # Compare beams by what bias, bans and penalties leave of the probabilities. Their log probabilities are of these.
     renormalize_logits: bool = False
-    draft: int = _within(0, 0, 64)  # speculate this many tokens by the engine's draft model
+    draft: int = _within(0, 0, 64)  # speculate this many tokens by the engine's draft
     # Guess this many tokens at once by looking the last ones up in the text; changes no token.
     lookup: int = _within(0, 0, 64)
     # A text longer than the model's context: an error; or it goes on with its last tokens (crop), or with its first

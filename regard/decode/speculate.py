@@ -13,9 +13,6 @@ from torch import Tensor
 from regard.cache import Cache, CacheSpec, Contiguous
 from regard.models.base import Model, border, last_real
 
-# The draft of an engine whose model guesses by its own MTP layers.
-OWN = "mtp"
-
 LONGEST = (
     3  # tokens that are looked up together, chosen for speed; fewer where so many do not recur
 )

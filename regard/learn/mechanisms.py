@@ -57,6 +57,7 @@ from regard.mask import Causal, Documents, Full, Mask, Padding, Prefix, Span, Vi
 from regard.models import Patches, Tokens, TransformerConfig
 from regard.models.adapt import LoRA, LowRank
 from regard.models.base import parameters
+from regard.models.mtp import MTP
 from regard.models.recurrent import CELLS, MemoryAttention, Recurrence
 from regard.moe import MoE
 from regard.position import Rope, T5Bias, alibi_slopes, rotate, sinusoid, t5_bucket
@@ -67,7 +68,7 @@ from regard.text import needed as at_hand
 from regard.training import losses
 from regard.training.checkpoint import Checkpoints
 from regard.training.measure import text_scores
-from regard.training.objectives import causal
+from regard.training.objectives import MTP_WEIGHT, causal
 from regard.training.optim import SHAPES, Optim, Schedule, clip, noam
 from regard.training.scheduled import Sampled, ScheduledSampling
 from regard.training.trainer import Train, Trainer
@@ -1004,6 +1005,55 @@ def speculation(
         at += len(new)
     title = f"{len(ids) - 1} tokens in {len(rows)} passes"
     yield Table(title, ["pass", "guessed", "written", "right"], rows)
+
+
+@topic("regard/models/mtp.py::MTPLayers", "regard/training/objectives.py::further_loss")
+def multi_token_prediction(
+    text: str = "a b c d e a b c d e a b c d e", depth: int = 2, steps: int = 60
+) -> Tables:
+    """How does a model predict more than the next token?
+
+    h_0(t): the tower's state, which predicts x_(t+1);   e: the model's own embedding, head: its own head
+    h_(k+1)(t) = norm(block_k(W_k [norm(e(x_(t+1+k))); norm(h_k(t))]))   predicts x_(t+2+k)
+    loss = L(next token) + 0.3 mean_k L_k,   and in decoding the layers guess what the tower checks in one pass
+    A small model learns the text, its words as tokens, in `steps` steps."""
+    whole("depth", depth, 1, 8)
+    whole("steps", steps, 0, 500)
+    words = list(dict.fromkeys(text.split()))
+    ids = torch.tensor([[words.index(word) for word in text.split()]])
+    if ids.shape[1] < depth + 3:
+        raise UsageError(f"--text has {ids.shape[1]} words; {depth} layers need {depth + 3}")
+    torch.manual_seed(0)
+    tower = Tower(16, 1, GQA(2, rope=Rope()), MLP(32))
+    config = TransformerConfig(Tokens(len(words)), tower, LM(), mtp=MTP(depth))
+    # In float64 its losses are the same on every CPU, but for digits that nobody sees.
+    model, batch = config.make().double(), Batch(ids[:, :-1], ids[:, 1:].clone())
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    rows: list[list[Any]] = []
+    for step in range(steps + 1):
+        total, count = causal(model.train(), batch)
+        if step % max(1, steps // 6) == 0:
+            plain = causal(model.eval(), batch)[0]
+            rows.append(
+                [step, *((x / count).item() for x in (plain, (total - plain) / MTP_WEIGHT))]
+            )
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+    yield Table(
+        "while it learns", ["step", "next token", "MTP layers"], rows, "lines", "loss a token"
+    )
+    with torch.no_grad():
+        states = [model.hidden(batch.ids)]
+        for k in range(depth):
+            told = F.pad(ids[:, 1 + k :], (0, k))
+            pos = Span.run(0, told.shape[1], ids.device)
+            states.append(model.further(states[-1], told, pos, k))
+        said = [model.logits(h)[0].argmax(-1).tolist() for h in states]
+    seen = ids.shape[1] - 1 - depth
+    columns = ["token", "the tower", *(f"layer {k}" for k in range(depth))]
+    table = [[words[i] for i in (ids[0, t], *(each[t] for each in said))] for t in range(seen)]
+    yield Table("what each predicts from there", columns, table)
 
 
 @topic("regard/data/train_tokenizer.py::train_tokenizer", "regard/text/tokenizer.py::Tokenizer")

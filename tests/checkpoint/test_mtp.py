@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import regard
 from regard.checkpoint import hf
 from regard.checkpoint.families import FAMILIES
-from regard.decode.speculate import OWN
+from regard.decode.settings import OWN
 from regard.layers import Classify
 from regard.mask import Span
 from regard.models.adapt import with_head

@@ -98,6 +98,17 @@ def test_prepared_models_guess_too(name: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_model_that_has_them_runs_in_a_graph_without_them(name: str) -> None:
+    m, found = model(name), []
+    for runner in ("graph", "torch"):
+        engine = Engine(m, runner=runner, rows=4, pages=60)
+        numbers = [engine.submit(Request(ids, Settings(max_new_tokens=8))) for ids in PROMPTS]
+        done = {event.request: event.done[0].ids for event in engine.run() if event.done}
+        found.append([done[i] for i in numbers])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_storm_of_requests_that_come_and_go(name: str) -> None:
     """Few pages, prefixes that others left, rows put back, some without guesses."""
     m, g = model(name), random.Random(5)

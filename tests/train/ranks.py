@@ -26,6 +26,7 @@ from regard.data.feed import IGNORE, Base, Batch
 from regard.errors import UsageError
 from regard.layers import LM, MLP
 from regard.models import Tokens, TransformerConfig
+from regard.models.mtp import MTP
 from regard.position import Rope
 from regard.training import objectives
 from regard.training.checkpoint import Checkpoints, clean
@@ -85,14 +86,16 @@ def model(kind: str, dropout: float) -> Any:
     attention = GQA(4, kv_heads=2, rope=Rope(), qk_norm=1e-6, dropout=dropout)
     ffn = MLP(24, activation="silu", gated=True, bias=False, dropout=dropout)
     tower = Tower(16, 2, attention, ffn, dropout=dropout)
-    return TransformerConfig(Tokens(VOCAB), tower, LM(), max_len=16).make()
+    mtp = MTP(2) if kind == "mtp" else None
+    return TransformerConfig(Tokens(VOCAB), tower, LM(), max_len=16, mtp=mtp).make()
 
 
 def full(step: int, *_: Any) -> None:
     raise UsageError(f"step-{step:08d}: no room")
 
 
-LOSSES = {"seq2seq": objectives.seq2seq, "bert": objectives.masked, "gqa": objectives.causal}
+LOSSES = {"seq2seq": objectives.seq2seq, "bert": objectives.masked}
+LOSSES |= dict.fromkeys(("gqa", "mtp"), objectives.causal)
 
 
 def trainer(job: dict[str, Any], team: SingleProcess, events: list[dict[str, Any]]) -> Trainer:

@@ -54,7 +54,7 @@ def losses(told: dict[str, Any]) -> list[float]:
 # --- as one ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", wide(["gqa", "seq2seq", "bert"], keep=["gqa"]))
+@pytest.mark.parametrize("kind", wide(["gqa", "seq2seq", "bert", "mtp"], keep=["gqa"]))
 def test_processes_together_train_as_one_alone(kind: str, tmp_path: Path) -> None:
     """Batches of 1, 5 and 4 rows with labels left out; in two parts; tied weights; a layer that never learns; averaged
     weights."""

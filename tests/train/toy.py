@@ -14,6 +14,7 @@ from regard.block import Tower
 from regard.data.feed import IGNORE, Batch, Objective
 from regard.layers import LM, MLP, Classify
 from regard.models import Tokens, TransformerConfig
+from regard.models.mtp import MTP
 from regard.position import Learned
 from regard.training import objectives
 from regard.training.checkpoint import Checkpoints
@@ -71,6 +72,11 @@ def plain() -> Any:
     return TransformerConfig(Tokens(VOCAB, Learned(16)), tower, LM(), max_len=16).make()
 
 
+def foretelling() -> Any:
+    tower = Tower(16, 1, GQA(2, dropout=0.1), MLP(32, dropout=0.1), dropout=0.1)
+    return TransformerConfig(Tokens(VOCAB), tower, LM(), max_len=16, mtp=MTP(2)).make()
+
+
 def tuned() -> Any:
     """A new head on a body whose embeddings are frozen."""
     model = regard.build("bert-base", **SMALL, max_len=16, head=Classify(3))
@@ -86,6 +92,7 @@ def recurrent() -> Any:
 # kind -> how it is made, how its batches are, what it learns
 KINDS: dict[str, tuple[Callable[[], Any], Any, Objective]] = {
     "toy": (plain, following, objectives.causal),
+    "mtp": (foretelling, following, objectives.causal),
     "gpt2": (
         lambda: regard.build("gpt2", **SMALL, max_len=16),
         following,
