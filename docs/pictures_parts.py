@@ -20,6 +20,8 @@ from regard.learn.mechanisms import resume as resume_topic
 from regard.learn.mechanisms import rnn_path as path_topic
 from regard.learn.mechanisms import speculation as guess_topic
 from regard.learn.mechanisms import tokenizers as tokens_topic
+from regard.learn.states import disentangled as distances_topic
+from regard.learn.states import state_space_dual as dual_topic
 from regard.models.embedding import Patches
 from regard.position import Rope, T5Bias, alibi_slopes, rotate, sinusoid, t5_bucket
 from regard.report import page
@@ -134,6 +136,47 @@ def delta_rule() -> str:
 
 
 @picture
+def delta_channels() -> str:
+    curves = []
+    for name, key, decay in (
+        ("channel 1 by itself", "1 0 0", "1 0.7 0.7"),
+        ("channel 2 by itself", "0 1 0", "1 0.7 0.7"),
+        ("either, one decay for the head", "1 0 0", "0.79"),
+    ):
+        given = {"k": f"{key}{'; 0 0 1' * 9}", "v": "1" + "; 0" * 9, "decay": decay}
+        rows = delta_topic.tables(given)[0].rows
+        points = [row[1] for row in rows]
+        curves.append(series(name, [row[0] for row in rows], points, dots=True))
+    title = "What the first key recalls: channels decay by 1, 0.7 and 0.7, or all by their mean"
+    return page.lines(curves, title, "token", "recalled")
+
+
+@picture
+def state_space_dual() -> str:
+    parts = {}
+    ones = {name: "1; 1; 1; 1; 1; 1" for name in "qkv"}
+    for name, step in (("steps of 1", "1"), ("step 3: 0.02", "0.02"), ("step 3: 3", "3")):
+        rows = dual_topic.tables({**ones, "s": f"1 1 {step} 1 1 1"})[0].rows
+        parts[name] = [[float(x) for x in row[1:]] for row in rows]
+    axes = "row: token that reads, column: token that is read; full colour: 1 or more"
+    title = "What six tokens read where all keys are alike: steps alone make the weights"
+    return grids(parts, axes, title)
+
+
+@picture
+def disentangled() -> str:
+    *terms, weights = distances_topic.tables({})[:4]
+    names = ("content, content", "content, distance", "distance, content")
+    parts = {
+        name: [[float(x) for x in row[1:]] for row in table.rows]
+        for name, table in zip((*names, "weights"), (*terms, weights))
+    }
+    axes = "row: query, column: key; blue below 0, orange above"
+    title = "Three terms of the scores of four tokens, of which 1 and 3 are the same word"
+    return grids(parts, axes, title, most=0.8, signed=True)
+
+
+@picture
 def paged_cache() -> str:
     apart, pages, empty = (float(x or 0) for x in pages_topic.tables({})[1].rows[0])
     rows = [("contiguous, 2,048 a row", apart), ("in pages of 16", pages), ("of them empty", empty)]
@@ -211,7 +254,7 @@ def multi_token_prediction() -> str:
     table = further_topic.tables({"steps": (60,)})[0]
     n = [int(row[0]) for row in table.rows]
     names = zip(table.columns[1:], zip(*(row[1:] for row in table.rows), strict=True), strict=True)
-    curves = [series(name, n, [float(y) for y in ys]) for name, ys in names]
+    curves = [series(name, n, [float(y) for y in ys], dots=True) for name, ys in names]
     return page.lines(curves, "A small model learns a short text", "step", "loss a token")
 
 

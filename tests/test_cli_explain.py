@@ -365,6 +365,44 @@ def test_a_key_that_comes_again_replaces_its_value() -> None:
     assert {row[1] for row in kept} == {32 * 128 * 128 + 3 * (2 * 16 + 32) * 128}
 
 
+def test_a_channel_forgets_by_itself() -> None:
+    """Beside the geometric mean of the decays for all of them."""
+    keys, values = "1 0 0; 0 1 0; 0 0 1", "1; 2; 4"
+    recalled, every, _ = rows("kimi delta attention", k=keys, v=values, decay="1 0.5 0.25")
+    assert [row[1] for row in recalled] == [1, 1, 1]
+    assert [row[1] for row in every] == pytest.approx([1, 1, 4])
+    assert [row[2] for row in every] == pytest.approx([0.25, 1, 4])
+
+
+def test_state_space_dual_is_attention_whose_scores_decay() -> None:
+    given = {"q": "1 2; 0 1; 1 1; -1 3", "k": "1 0; 0.5 1; 2 -1; 1 1", "v": "1; -2; 3; 5"}
+    steps = (0.5, 2.0, 0.0, 1.0)
+    found, both, kept = rows("mamba 2", **given, s="0.5 2 0 1", decay="0.3", skip="0.7")
+    queries, keys = (
+        torch.tensor([[float(x) for x in row.split()] for row in given[n].split(";")]) for n in "qk"
+    )
+    for t, row in enumerate(found):
+        for i, weight in enumerate(row[1:]):
+            fades = math.exp(-0.3 * sum(steps[i + 1 : t + 1])) * steps[i]
+            want = float(queries[t] @ keys[i]) * fades * (i <= t) + 0.7 * (i == t)
+            assert weight == pytest.approx(want, abs=1e-6)
+    assert [row[1] for row in both] == pytest.approx([row[2] for row in both])
+    # heads * d * e, and three tokens of x, B and C for the convolution
+    assert {row[1] for row in kept} == {128 * 128 * 64 + 3 * (128 * 64 + 2 * 8 * 128)}
+
+
+def test_three_terms_of_disentangled_scores_make_the_weights() -> None:
+    *terms, weights, buckets = (
+        torch.tensor([row[1:] for row in table], dtype=torch.float64)
+        for table in rows("deberta", pos="-40 -1 0 3 40")
+    )
+    torch.testing.assert_close(sum(terms).softmax(-1), weights)
+    content, *distances = terms
+    assert torch.equal(content[0], content[2]) and torch.equal(content[:, 0], content[:, 2])
+    assert all(not torch.allclose(each[0], each[2]) for each in distances)
+    assert buckets.flatten().tolist() == [0, 7, 8, 11, 15]
+
+
 def test_pages_of_a_shared_beginning_are_held_once() -> None:
     table, ((contiguous, slots, empty),) = rows(
         "paged attention", tokens="20 20", page="8", shared="16"
@@ -443,6 +481,11 @@ def test_sentence_pairs_are_half_neighbours_and_their_loss_is_that_of_two_classe
     [
         (["moe", "--active", "9"], "--active is 9; give a whole number from 1 to 8"),
         (["delta-rule", "--beta", "2"], "--beta is 2; give a share above 0, 1 at most"),
+        (["kda", "--decay", "1", "1", "1"], "--decay has 3 numbers; give 1, or 2, one for each"),
+        (["ssd", "--s", "1", "1"], "are not 2 rows; rows are divided by semicolons"),
+        (["ssd", "--s", "-1", "1", "1", "1", "1", "1"], "--s are steps; give numbers from 0"),
+        (["ssd", "--q", "1; 1; 1; 1; 1; 1"], "queries have 1 numbers, keys 2; give both as many"),
+        (["deberta", "--span", "80"], "max_distance=32 leaves nothing to share; give more than 41"),
         (
             ["prompting", "--shots", "4"],
             "--text needs 5 pairs such as sea = mer; or more, --x four",

@@ -40,8 +40,8 @@ class Question:
 
 
 def _flags() -> list[tuple[str, Any, None]]:
-    """An option for each input of a topic, and which topics take it. They are read from the source:
-    importing it would import torch, and help does not wait for that."""
+    """An option for each input of a topic, and which topics take it. They are read from the sources:
+    importing them would import torch, and help does not wait for that."""
     takers: dict[str, list[str]] = {}
     folder = Path(__file__).parents[1] / "learn"
     texts = (file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.py")))

@@ -121,7 +121,7 @@ class Spectra:
         bands = _whole(said, "feature_size", wanted.bands)
         frames = wanted.shape[1]
         seconds = said.get("chunk_length", frames * self.hop / self.rate)
-        if bands != wanted.bands or int(seconds * self.rate) // self.hop != frames:
+        if bands != wanted.bands or round(seconds * self.rate) // self.hop != frames:
             raise DataError(
                 f"preprocessor_config.json makes spectrograms of {bands} bands and {seconds} s, the model reads "
                 f"{wanted.bands} bands and {frames * self.hop / self.rate:g} s"
@@ -131,7 +131,7 @@ class Spectra:
                 raise DataError(
                     f"preprocessor_config.json says {name} = {said[name]!r}; Regard can only do without"
                 )
-        self.size = int(seconds * self.rate)
+        self.size = round(seconds * self.rate)
         self.filters = mel_filters(bands, 1 + self.fft // 2, self.rate)
 
     @property

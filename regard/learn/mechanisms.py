@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention import DSA, GQA, MLA, Context, DeltaRule, Terms, softmax
+from regard.attention import DSA, GQA, MLA, SSD, Context, DeltaRule, Terms, softmax
 from regard.attention.core import reference
 from regard.attention.core import scores as dot_scores
-from regard.attention.delta import recurrent
+from regard.attention.delta import recall, recurrent
 from regard.attention.latent import LatentAttention
 from regard.attention.online import online
 from regard.attention.pooling import KERNELS, combine, one_loop, regress, three_loops
@@ -119,6 +119,13 @@ def cache_numbers(attention: GQA | MLA | DSA, dim: int) -> int:
     """Numbers that one token leaves in one layer's cache: GQA g (d + e), MLA c + r, DSA the same
     and D."""
     return weightless(attention, dim).cache_spec().numbers()
+
+
+def kept_numbers(attention: GQA | DeltaRule | SSD, dim: int, tokens: int) -> int:
+    """Numbers that one layer keeps of so many tokens: of a cache as often, of a state once."""
+    spec = weightless(attention, dim).cache_spec()
+    state = sum(torch.Size(shape).numel() for shape in spec.state.values())
+    return state + tokens * spec.numbers()
 
 
 def mla_weights(attention: MLA, dim: int) -> tuple[int, int]:
@@ -560,31 +567,44 @@ def transformer(layers: int = 6, dim: int = 512, heads: int = 8, width: int = 20
 
 
 @topic("regard/attention/delta.py::recurrent", "regard/attention/delta.py::chunked")
-def delta_rule(k: Matrix, v: Matrix, decay: float = 1.0, beta: float = 1.0) -> Tables:
+def delta_rule(k: Matrix, v: Matrix, decay: Numbers = (1.0,), beta: float = 1.0) -> Tables:
     """How can a layer look back at a text of any length through a state of one size?
 
-    S_t = a S_{t-1} + b k_t (v_t - a S_{t-1}^T k_t)^T,   o_t = S_t^T q_t;   a (--decay): what stays,   b (--beta)
+    S_t = a S_{t-1} + b k_t (v_t - (a S_{t-1})^T k_t)^T,   o_t = S_t^T q_t;   a (--decay): what stays,   b (--beta)
     Before it writes, a key recalls what the state says of it, and only the DIFFERENCE is added: a key that comes again
-    replaces its value. Linear attention, S_t = S_{t-1} + k_t v_t^T, adds up both. Keys have length 1."""
+    replaces its value. Linear attention, S_t = S_{t-1} + k_t v_t^T, adds up both. Keys have length 1.
+    By channel (Kimi delta attention, KDA) a is diag(a_1 .. a_d): --decay has a number for each channel of a key."""
     keys = F.normalize(torch.atleast_2d(real(k)), dim=-1)
     values = rows_of("v", v, count=len(keys))
-    for name, share in (("decay", decay), ("beta", beta)):
+    for name, share in (*(("decay", a) for a in decay), ("beta", beta)):
         if not 0 < share <= 1:
             raise UsageError(f"--{name} is {share:g}; give a share above 0, 1 at most")
     (n, d), e, ones = keys.shape, values.shape[1], keys.new_ones(1, len(keys), 1)
+    if len(decay) not in (1, d):
+        raise UsageError(f"--decay has {len(decay)} numbers; give 1, or {d}, one for each channel")
     asked = keys[:1].expand(n, -1)[None, :, None]
+    written = keys[None, :, None], values[None, :, None]
     state = keys.new_zeros(1, 1, d, e)
-    logs, rate = ones * real((decay,)).log(), ones * beta
-    told, _ = recurrent(asked, keys[None, :, None], values[None, :, None], logs, rate, state)
+    logs, rate = ones[..., None] * real(decay).log(), ones * beta
+    told, last = recurrent(asked, *written, logs, rate, state)
     added = torch.cumsum(keys[:, :, None] * values[:, None], 0).transpose(1, 2) @ keys[0]
     rows = [[t + 1, *told[0, t, 0].tolist(), *added[t].tolist()] for t in range(n)]
     columns = [f"{name} {x}" for name in ("delta rule", "linear") for x in _numbered("o", values)]
     yield Table("what the first key recalls", ["after token", *columns], rows, "lines", "recalled")
-    states = weightless(DeltaRule(16, 32), 2048).cache_spec().state.values()
-    state_size = sum(torch.Size(shape).numel() for shape in states)
-    kept = [[n, state_size, n * cache_numbers(GQA(16, 2, 256), 2048)] for n in (128, 4096, 131072)]
-    columns = ["tokens", "delta rule, 32 heads", "GQA, 2 key heads of 256"]
-    yield Table("numbers kept by one layer, as in Qwen3-Next", columns, kept)
+    if len(decay) > 1:
+        # As much is forgotten in all, but of every channel alike.
+        _, alike = recurrent(asked, *written, logs.mean(-1, keepdim=True), rate, state)
+        both = torch.cat([last, alike], -1).expand(n, -1, -1, -1)
+        rows = [
+            [t, *found] for t, found in enumerate(recall(keys[:, None], both)[:, 0].tolist(), 1)
+        ]
+        names = "by channel:", f"{logs.mean().exp():.4g} for all:"
+        columns = [f"{name} {x}" for name in names for x in _numbered("o", values)]
+        yield Table("what each key recalls at the end", ["key of token", *columns], rows)
+    kinds = DeltaRule(16, 32), GQA(16, 2, 256)
+    columns = ["delta rule, 32 heads", "GQA, 2 key heads of 256"]
+    kept = [[n, *(kept_numbers(kind, 2048, n) for kind in kinds)] for n in (128, 4096, 131072)]
+    yield Table("numbers kept by one layer, as in Qwen3-Next", ["tokens", *columns], kept)
 
 
 @topic("regard/cache/paged.py::Paged", "regard/cache/blocks.py::BlockTable")

@@ -60,6 +60,10 @@ WORDS = {
     "worked-2x2": "attention",
     "worked-4x4": "worked-masked",
     "quantization": "quantisation",
+    "Kimi Delta Attention": "delta-rule",
+    "state space models": "state-space-dual",
+    "Mamba-2": "state-space-dual",
+    "DeBERTa": "disentangled",
     "Explain the roles of Query (Q), Key (K), and Value (V) in attention": "attention",
 }
 
