@@ -150,6 +150,13 @@ def spectrograms(n: int = 3) -> torch.Tensor:
     return torch.randn(n, 7, 18, generator=torch.Generator().manual_seed(5))
 
 
+def test_every_length_of_window_is_that_of_its_model() -> None:
+    """Seconds are no whole numbers: 4.02 s are 64,320 samples, not 64,319."""
+    for size in range(1, 1200):
+        sound = Sound(bands=8, size=size)
+        assert Spectra(sound, Folder()).size == sound.shape[1] * 160
+
+
 @pytest.mark.parametrize(
     "generation, asked",
     [
