@@ -158,7 +158,7 @@ def state_space_dual() -> str:
     for name, step in (("steps of 1", "1"), ("step 3: 0.02", "0.02"), ("step 3: 3", "3")):
         rows = dual_topic.tables({**ones, "s": f"1 1 {step} 1 1 1"})[0].rows
         parts[name] = [[float(x) for x in row[1:]] for row in rows]
-    axes = "row: token that reads, column: token that is read; full colour: 1 or more"
+    axes = "row: reader, column: what it reads; full colour: 1 or more"
     title = "What six tokens read where all keys are alike: steps alone make the weights"
     return grids(parts, axes, title)
 
