@@ -20,6 +20,7 @@ from regard.errors import UsageError
 from regard.layers import Answer, BatchNorm, Tag
 from regard.models import CONFIGS
 from regard.models.adapt import LoRA
+from regard.models.mtp import MTP
 from regard.position import Alibi, Linear, LongRope, Proportional, Rope
 from regard.presets import PRESETS
 from regard.training.config import Config
@@ -29,7 +30,7 @@ MARKS = Marks(50, mask=3, sentinels=(7, 8))
 MORE = [
     Alibi(4), Answer(), Linear(2.0), LongRope((1.0,), (2.0,), 8), Tag(2), LoRA(), Recipe("bpe"), Batching(rows=2),
     Config("lm", Data("a.txt"), {"preset": "gpt2"}), MaskTokens(MARKS), Spans(MARKS), Infill(MARKS), BatchNorm(),
-    PerLayer(2, 2), Streams(), Compressed(1, 2, 1, 1, Rope(), 2, rate=2, topk=1, index_dim=2), Proportional(),
+    PerLayer(2, 2), MTP(), Streams(), Compressed(1, 2, 1, 1, Rope(), 2, rate=2, topk=1, index_dim=2), Proportional(),
 ]  # fmt: skip
 
 

@@ -37,7 +37,7 @@ FOREIGN_NAMES = {
     "prompt_lookup_num_tokens": "lookup",
     "stop_strings": "stop",
     "suppress_tokens": "banned",
-    "use_mtp": "draft_model='mtp'",
+    "use_mtp": "draft_model (mtp: the model's own layers)",
 }
 
 # What we had once.
