@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import uuid
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -78,17 +79,20 @@ def run(options: Options) -> int:
         raise UsageError("name a data file")
     if options.batch < 0:
         raise UsageError(f"--batch is {options.batch}; give a number from 0")
-    # SIGTERM, too, removes the temporary folder.
+    # SIGTERM, too, removes the temporary folder, which has its name before it is there.
+    folder = Path(tempfile.gettempdir(), f"regard-peek-{uuid.uuid4().hex}")
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        with tempfile.TemporaryDirectory(prefix="regard-peek-") as folder:
-            if options.files[0].endswith(".toml"):
-                peek = from_config(options, Path(folder))
-            else:
-                with in_flags():
-                    peek = from_files(options, Path(folder))
-            print(peek.json() if options.json else peek.text())
+        folder.mkdir(mode=0o700)
+        if options.files[0].endswith(".toml"):
+            peek = from_config(options, folder)
+        else:
+            with in_flags():
+                peek = from_files(options, folder)
+        print(peek.json() if options.json else peek.text())
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        shutil.rmtree(folder, ignore_errors=True)
         signal.signal(signal.SIGTERM, before)
     return 0
 
