@@ -1,11 +1,11 @@
 """What an MTP layer brings: a small GPT learns the texts of help() with one, and decodes plainly and by its guesses.
 
-    python bench/mtp.py [--steps 600] [--quick] [--repeats 5]
+    python bench/mtp.py [--steps 600] [--temperature 0 0.7] [--quick] [--repeats 5]
 
-The recipe gpt-pydoc (0.8M parameters, characters) with `mtp="mtp"`, in a temporary folder: about five minutes of
-training on two cores. Then greedy texts from the beginnings of paragraphs that it has not read, by `regard.generate` as
-it is and with `draft_model="mtp"`, in one interleaved run: tokens a pass, tokens per second, and how many times plain
-that is. The texts must be the same. Run it alone.
+The recipe gpt-pydoc (0.8M parameters, characters) with `mtp="mtp"`, in a temporary folder: two minutes of
+training on two cores. Then texts, greedy and drawn, from the beginnings of paragraphs that it has not read, by
+`regard.generate` as it is and with `draft_model="mtp"`, in one interleaved run: tokens a pass, tokens per second, and
+how many times plain that is. The texts must be the same. Run it alone.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ def trained(folder: Path, steps: int) -> tuple[Any, list[str]]:
     return regard.load(folder / "run"), texts[: max(ROWS)]
 
 
-def passes(model: Any, ids: list[list[int]], guesses: int) -> int:
+def passes(model: Any, ids: list[list[int]], guesses: int, temperature: float) -> int:
     from regard.decode.engine import Engine
     from regard.decode.settings import Request, Settings
 
     engine = Engine(model, layout="contiguous", draft="mtp" if guesses else None)
     for each in ids:
-        engine.submit(Request(each, Settings(max_new_tokens=NEW, draft=guesses)))
+        engine.submit(
+            Request(each, Settings(max_new_tokens=NEW, draft=guesses, temperature=temperature))
+        )
     count = 0
     while not engine.idle:
         engine.step()
@@ -52,12 +54,18 @@ def passes(model: Any, ids: list[list[int]], guesses: int) -> int:
     return count
 
 
-def compare(model: Any, texts: list[str], repeats: int) -> None:
+def compare(model: Any, texts: list[str], temperature: float, repeats: int) -> None:
     import regard
     from regard.decode.defaults import tokenizer_of
 
     coder = tokenizer_of(model)
-    how: dict[str, Any] = {"max_new_tokens": NEW, "eos": (), "defaults": "plain"}
+    how: dict[str, Any] = {
+        "max_new_tokens": NEW,
+        "eos": (),
+        "defaults": "plain",
+        "temperature": temperature,
+    }
+    print(f"temperature {temperature}")
     print(f"{'rows':>4} {'guesses':>8} {'tokens a pass':>14} {'tokens/s':>9} {'times plain':>12}")
     for rows in ROWS:
         prompts = texts[:rows]
@@ -68,9 +76,9 @@ def compare(model: Any, texts: list[str], repeats: int) -> None:
             assert [r.ids for r in regard.generate(model, prompts, **how, **each)] == wanted
         sides = [partial(regard.generate, model, prompts, **how, **each) for each in more]
         seconds = medians(sides, repeats)
-        plain = passes(model, ids, 0)
+        plain = passes(model, ids, 0, temperature)
         for n, each in zip((0, *GUESSES), seconds, strict=True):
-            gain = plain / passes(model, ids, n)
+            gain = plain / passes(model, ids, n, temperature)
             rate, times = rows * NEW / each, seconds[0] / each
             print(f"{rows:4} {n or 'plain':>8} {gain:14.2f} {rate:9.0f} {times:12.2f}", flush=True)
 
@@ -80,6 +88,7 @@ def run() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.7])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="20 steps, one repeat")
     args = parser.parse_args()
@@ -87,7 +96,8 @@ def run() -> None:
     print(header(), flush=True)
     with tempfile.TemporaryDirectory() as home:
         model, texts = trained(Path(home), 20 if args.quick else args.steps)
-        compare(model, texts, 1 if args.quick else args.repeats)
+        for temperature in args.temperature:
+            compare(model, texts, temperature, 1 if args.quick else args.repeats)
 
 
 if __name__ == "__main__":

@@ -136,10 +136,9 @@ def run(options: Options) -> int:
     single = "stop" if options.stop else ""
     rows = settings_of(model, given, options.defaults, single)(1).rows
     ids = as_ids(opened, prompt)
-    draft = options.search.draft_model
-    if draft is not None:
-        own = draft == OWN
-        given["draft_model"] = OWN if own else cli.open_model(draft, options.machine).model
+    if (draft := options.search.draft_model) is not None:
+        other = draft != OWN
+        given["draft_model"] = cli.open_model(draft, options.machine).model if other else OWN
     given |= {"defaults": options.defaults, "stop": options.stop}
     as_it_comes = rows == 1 and not options.json and opened.tokenizer is not None
     rate = cli.Rate(streaming=as_it_comes)
@@ -227,11 +226,10 @@ def settings_in(options: Any) -> dict[str, Any]:
     for name, many in (("logit_bias", False), ("sequence_bias", True)):
         if texts := given.pop(name, ()):
             given[name] = tuple(bias(text, name.replace("_", "-"), many) for text in texts)
-    if flat.get("draft_model") is not None:
-        # Of MTP layers as many as there are, which the model tells.
-        if flat["draft_model"] != OWN:
-            given["draft"] = given.get("draft") or 4
-    elif given.get("draft"):
+    # Of MTP layers as many as there are, which the model tells.
+    if flat.get("draft_model") not in (None, OWN):
+        given["draft"] = given.get("draft") or 4
+    elif given.get("draft") and flat["draft_model"] is None:
         raise UsageError(
             "--draft counts the guesses of a draft model: --draft-model FOLDER, or mtp"
         )
