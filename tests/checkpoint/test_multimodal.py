@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import regard
 from regard.checkpoint.families import FAMILIES, MULTIMODAL
 from regard.errors import Notice, UsageError
+from regard.models.mtp import MTP
 from tests.checkpoint.cases import KV
 
 TEXT = dict(KV, num_hidden_layers=3, head_dim=6, pad_token_id=0)
@@ -147,3 +149,26 @@ def test_what_is_not_known_of_it_is_named(
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(UsageError, match=said):
         regard.load(tmp_path)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [f"Qwen3_5{LM}", f"Qwen3_5Moe{LM}"])
+def test_mtp_layers_beside_pictures_are_read(name: str, tmp_path: Path) -> None:
+    """They stand at the top of the folder, not inside the language model."""
+    make(name).save_pretrained(tmp_path / "whole")
+    with pytest.warns(Notice, match="language model alone"):
+        plain = regard.load(tmp_path / "whole")
+    made = replace(plain.config, mtp=MTP(shared=True)).make()
+    made.load_state_dict(plain.state_dict(), strict=False)
+    made.origin = plain.origin
+    made.save(tmp_path / "text")
+    layers = {
+        k: x for k, x in load_file(tmp_path / "text/model.safetensors").items() if "mtp." in k
+    }
+    file = tmp_path / "whole/model.safetensors"
+    save_file(load_file(file) | layers, file, {"format": "pt"})
+    with pytest.warns(Notice, match="language model alone"):
+        model = regard.load(tmp_path / "whole")
+    assert model.config == made.config
+    for key, x in made.state_dict().items():
+        assert torch.equal(model.state_dict()[key], x), key
