@@ -21,11 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from regard.attention import sparse
 from regard.block import Block
 from regard.layers import LMHead
+from regard.mask import Span
 from regard.models import EncoderDecoderConfig, Patches, TransformerConfig
 from regard.models.embedding import context
 from regard.moe import MixtureOfExperts
 from regard.training.losses import CHUNK
-from regard.training.objectives import table
+from regard.training.objectives import learns_mtp, table
 from regard.training.optim import hidden
 from regard.training.trainer import Train
 
@@ -41,7 +42,8 @@ aten = torch.ops.aten
 @dataclass(frozen=True)
 class Pass:
     """One forward pass: `rows` of `length` tokens each, and of `source` tokens where an encoder reads them. `masked`:
-    attention gets its mask as a tensor (packed documents, padding); of two towers, that to the source."""
+    attention gets its mask as a tensor (packed documents, padding); of two towers, that to the source. `further`: MTP
+    layers learn beside it."""
 
     rows: int
     length: int
@@ -49,6 +51,7 @@ class Pass:
     masked: bool = False
     bf16: bool = False
     device: str = "cpu"
+    further: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +92,7 @@ class Memory:
 
 
 def memory(job: Job) -> Memory:
-    model, run = job.model, job.part
+    model, run = job.model, replace(job.part, further=learns_mtp(job.model))
     learns = any(p.requires_grad for n, p in model.named_parameters() if not n.startswith("head."))
     saved = activations(model.config, run) if learns else Activations((), (), 0)
     linear = (nn.Linear, MixtureOfExperts)
@@ -246,7 +249,9 @@ def _kept(config: Any, run: Pass, fake: bool) -> Activations:
         ids, more = _inputs(model, run)
         stack.enter_context(torch.autocast(device, torch.bfloat16, enabled=run.bf16))
         stack.enter_context(saved_tensors_hooks(save, lambda x: x))
-        model.hidden(ids, **more)
+        states = model.hidden(ids, **more)
+        for layer in range(model.mtp.config.depth if run.further else 0):
+            states = model.further(states, ids, Span.run(0, ids.shape[1], ids.device), layer)
     sizes = [0] * (len(inputs) + 1)
     for place, (x, i) in saved.items():
         sizes[i] += 0 if place in fakes.weights else x.untyped_storage().nbytes()

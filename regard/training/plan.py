@@ -32,6 +32,7 @@ from regard.training.config import Config as RunConfig
 from regard.training.config import check, recipe_of
 from regard.training.measure import context_of
 from regard.training.memory import Job, Pass, memory, optimizer_bytes, trainable
+from regard.training.objectives import learns_mtp
 from regard.training.parallel import Parallel
 from regard.training.tasks import TASKS
 from regard.training.trainer import SKIPS, Trainer
@@ -74,6 +75,10 @@ def step_flops(job: Job) -> int:
     head = model.head_flops(model.head, words) if is_lm else 0
     body = model.flops_per_token(seen) - head
     forward = run.rows * run.length * (body + int(head * job.learned))
+    if learns_mtp(model):
+        layers = weight_flops(model.mtp) + pair_flops(model.mtp.tower, seen)
+        layers += int(head * job.learned) * model.mtp.config.depth
+        forward += run.rows * run.length * layers
     encoder = getattr(model, "encoder", None)
     if encoder is not None:
         each = weight_flops(encoder) + pair_flops(encoder, run.source)

@@ -15,6 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from regard.attention import DSA, GQA, MLA
 from regard.fast.train import checkpointed
 from regard.machine import duration, free_disk, free_memory, number, size
+from regard.mask import Span
+from regard.models.mtp import MTP
 from regard.moe import MixtureOfExperts, MoE
 from regard.position import Rope
 from regard.presets import build
@@ -48,6 +50,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mla": ("llama", dict(LLAMA, attention=MLA(4, 32, 16, 8, 16, 24, rope=Rope()))),
     "dsa": ("llama", dict(LLAMA, attention=DSA(MLA(4, 32, 16, 8, 16, rope=Rope()), 2, 16, 8, 8))),
     "experts": ("llama", dict(SMALL, heads=4, kv_heads=2, ffn=MoE(8, 2, 40, shared=1))),
+    "mtp": ("llama", dict(LLAMA, heads=4, kv_heads=2, mtp=MTP(2))),
     "bert": ("bert-base", dict(SMALL, heads=4, ffn_dim=256)),
     "vit": ("vit-small", dict(dim=64, layers=2, heads=4, ffn_dim=256, size=64, patch=8)),
     "vaswani": ("vaswani-base", dict(SMALL, heads=4, ffn_dim=256)),
@@ -80,7 +83,7 @@ def inputs(name: str, model: Any, masked: bool) -> tuple[Tensor, dict[str, Any],
         more = {"source": torch.randint(0, 100, (B, S)), "source_lengths": lengths}
         return ids, more, Pass(B, T, S, masked)
     more = {"lengths": torch.tensor([T - 1] * B)} if masked else {}
-    return ids, more, Pass(B, T, 0, masked)
+    return ids, more, Pass(B, T, 0, masked, further=name == "mtp")
 
 
 def saved_bytes(model: nn.Module, ids: Tensor, more: dict[str, Any], bf16: bool) -> int:
@@ -89,7 +92,9 @@ def saved_bytes(model: nn.Module, ids: Tensor, more: dict[str, Any], bf16: bool)
     alive: list[Tensor] = []
     hooks = saved_tensors_hooks(lambda x: (alive.append(x), x)[1], lambda x: x)
     with hooks, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        model.hidden(ids, **more)
+        states = model.hidden(ids, **more)
+        for layer in range(2 if getattr(model, "mtp", None) else 0):
+            states = model.further(states, ids, Span.run(0, T, ids.device), layer)
     sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in alive}
     matrices = [p for m in body(model) for p in m.parameters(False) if p.dim() > 1]
     copies = 2 * sum(p.numel() for p in matrices) if bf16 else 0
@@ -155,7 +160,7 @@ def test_checkpoint_is_as_large_as_Plan(tmp_path: Path) -> None:
     assert found.disk == 4 * found.checkpoint  # two that stay, the best, one that is being written
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "experts"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "experts", "mtp"])
 def test_flops_are_those_that_run(name: str) -> None:
     preset, settings = MODELS[name]
     model = build(preset, **settings).train()
