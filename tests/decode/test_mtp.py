@@ -20,6 +20,7 @@ from regard.errors import UsageError
 from regard.mask import Span
 from regard.models.mtp import MTP
 from tests.look.walk import preset
+from tests.wide import crossed
 
 # One with keys and values, one with latents and experts, one with states beside them.
 NAMES = ["llama", "deepseek-v3", "qwen3-next-80b"]
@@ -71,15 +72,16 @@ def test_guesses_are_those_of_the_formula(
     assert max(seen) == (3 if depth == 1 else depth)
 
 
-@pytest.mark.parametrize("how", [
-    {}, {"layout": "paged"}, {"draft": 4}, {"temperature": 0.8, "samples": 3}, {"lookup": 2},
-    {"repetition_penalty": 1.4}, {"invariant": True}, {"prompt_logprobs": True, "top_logprobs": 2},
-    {"rows": 2, "layout": "paged"},
-])  # fmt: skip
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("name", NAMES)
-def test_guesses_change_no_token(name: str, depth: int, how: dict[str, Any]) -> None:
-    m = model(name, depth)
+HOWS: dict[str, dict[str, Any]] = {
+    "plain": {}, "paged": {"layout": "paged"}, "four": {"draft": 4}, "drawn": {"temperature": 0.8, "samples": 3},
+    "lookup": {"lookup": 2}, "penalty": {"repetition_penalty": 1.4}, "invariant": {"invariant": True},
+    "scored": {"prompt_logprobs": True, "top_logprobs": 2}, "few": {"rows": 2, "layout": "paged"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, depth, way", crossed(NAMES, [1, 2], HOWS))
+def test_guesses_change_no_token(name: str, depth: int, way: str) -> None:
+    m, how = model(name, depth), HOWS[way]
     both: dict[str, Any] = {"max_new_tokens": 15, "eos": (3,), "seed": 4, "defaults": "plain"}
     without = {k: x for k, x in how.items() if k not in ("draft", "lookup")}
     plain = regard.generate(m, PROMPTS, **both, **without)
