@@ -68,7 +68,7 @@ from regard.text import needed as at_hand
 from regard.training import losses
 from regard.training.checkpoint import Checkpoints
 from regard.training.measure import text_scores
-from regard.training.objectives import MTP_WEIGHT, causal
+from regard.training.objectives import Tally, causal
 from regard.training.optim import SHAPES, Optim, Schedule, clip, noam
 from regard.training.scheduled import Sampled, ScheduledSampling
 from regard.training.trainer import Train, Trainer
@@ -1030,13 +1030,12 @@ def multi_token_prediction(
     model, batch = config.make().double(), Batch(ids[:, :-1], ids[:, 1:].clone())
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     rows: list[list[Any]] = []
+    tally = Tally()
     for step in range(steps + 1):
-        total, count = causal(model.train(), batch)
+        total, count = causal(model.train(), batch, tally=tally)
+        further = tally.means()["mtp_loss"]
         if step % max(1, steps // 6) == 0:
-            plain = causal(model.eval(), batch)[0]
-            rows.append(
-                [step, *((x / count).item() for x in (plain, (total - plain) / MTP_WEIGHT))]
-            )
+            rows.append([step, (causal(model.eval(), batch)[0] / count).item(), further])
         optimizer.zero_grad()
         total.backward()
         optimizer.step()
